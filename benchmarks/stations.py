@@ -40,12 +40,12 @@ class Twin:
         notes = {"autograd": note}
 
         def encode_request() -> Frame:
-            encoded = self.encode(values, _NAMES, False, False, None)
+            encoded = self.encode(values, _NAMES, False, False, None, False)
             frame: Frame = self.request(17, "torch:mul", encoded, False, notes, 60.0)
             return frame
 
         def encode_reply() -> Frame:
-            encoded = self.encode(values[:1], _NAMES[:1], False, False, None)
+            encoded = self.encode(values[:1], _NAMES[:1], False, False, None, False)
             frame: Frame = self.reply(17, encoded, notes)
             return frame
 

@@ -33,6 +33,11 @@ def test_every_stamp() -> None:
     assert "worker1/" in shown
 
 
+def test_errors_of_codecs() -> None:
+    shown = run("codecs.py", "--errors", "--mib", "0.1")
+    assert re.search(r"^\| activations \(GELU\) \| int8 \| 25\.\d% \|", shown, re.MULTILINE), shown
+
+
 def test_stations_of_a_program() -> None:
     shown = run("stages.py", "rnn", "--repeat", "2", "--markdown")
     first, _, in_order = shown.partition("in order")

@@ -23,63 +23,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
-from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._sim.plain_steps import PlainStep, draw_plain_step, plain_step, run_plain_step
 from backhaul._sim.random_steps import RandomStep, draw_step, run_step
 from backhaul.errors import BackhaulError, BackwardTimeoutError, CallTimeoutError, PeerLostError, SerializationError
 from tools.fleet import Exam, Fleet
+from tools.kill_setting import KillSetting
+from tools.retry_kills import kill_retried_steps
 from tools.triggers import STAGES, Stage, arm, takes_part
 
-RANDOM = "at a random time"
 _STUCK_SECONDS = 400.0  # a kill that takes longer hangs
 _MAX_STEPS = 12  # in which a stage must be reached
 _REPORT_SECONDS = 10.0  # between two lines about progress
 _REFERENCES = "num_owner_rrefs", "num_forks", "num_user_rrefs"
-
-
-@dataclasses.dataclass(frozen=True)
-class KillSetting:
-    """The parameters of one run.
-
-    Attributes:
-        count: How many workers are killed.
-        workers: The number of processes besides the driver's.
-        seed: Determines programs, victims and times.
-        how: SIGKILL or SIGSTOP. A stopped worker is continued later.
-        stages: The names of the stages; see ``triggers``.
-        limit: Seconds in which a step must end.
-        notice: How a stopped worker is noticed: by missing heartbeats (``heartbeat``), or by timeouts of calls only.
-        references: Whether references that were lost with a worker must be dropped.
-        left_by_lost: Whether contexts of a killed driver must be released. See ``simulation.run.Checks``.
-        settle_seconds: After this time nothing may be left.
-        transport: The transport of the workers.
-    """
-
-    count: int = 40
-    workers: int = 4
-    seed: int = 0
-    how: signal.Signals = signal.SIGKILL
-    stages: tuple[str, ...] = (*(stage.name for stage in STAGES), RANDOM)
-    limit: float = 60.0
-    notice: str = "timeout"
-    references: bool = True
-    left_by_lost: bool = False
-    settle_seconds: float = 20.0
-    transport: Literal["auto", "tcp"] = "auto"
-
-    def options(self) -> Options:
-        """The options of the workers. Where a closed channel must end a step, all timeouts are too long to do it."""
-        times: dict[str, float] = {"timeout": 40.0, "backward_timeout": 50.0}
-        if self.how == signal.SIGSTOP and self.notice == "heartbeat":
-            times |= {"heartbeat_interval": 0.2, "suspect_after": 0.6, "lost_after": 1.5}
-        elif self.how == signal.SIGSTOP:
-            times = {"timeout": 1.5, "backward_timeout": 3.0, "connect_timeout": 1.5}
-        return Options(transport=self.transport, **times)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
@@ -333,6 +292,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--notice", choices=["timeout", "heartbeat"], default="heartbeat", help="how stopped workers are noticed"
     )
+    parser.add_argument("--retry-steps", action="store_true", help="make steps with retry_step; see retry_kills.py")
     parser.add_argument("--stages", default="", help="only stages whose name contains this text")
     parser.add_argument(
         "--references",
@@ -349,6 +309,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Run the command. Returns its exit status."""
     given = _parse(arguments)
+    if given.retry_steps:
+        how = signal.SIGSTOP if given.stop else signal.SIGKILL
+        return kill_retried_steps(given.count, given.workers, given.seed, how, write)
     chosen = tuple(name for name in KillSetting.stages if given.stages in name)
     if given.stop:  # a worker that has read or sent half a frame outside its channel cannot continue
         chosen = tuple(name for name in chosen if "half" not in name)

@@ -14,22 +14,23 @@ from backhaul._autograd.failure.replay import Replay
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._ops.api import remote_op
-from backhaul._options import Devices, Limits, Liveness, Options, Security, Tls
+from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
+from backhaul._recovery.api import retry_step
 from backhaul._rpc.api import (
     get_address,
     get_debug_info,
     get_worker_info,
     get_worker_infos,
     init,
-    leave,
     on_membership,
     rpc_async,
     rpc_sync,
-    shutdown,
 )
 from backhaul._rpc.calls.async_results import async_execution
 from backhaul._rpc.calls.retry import Retry
 from backhaul._rpc.cluster.membership_events import MembershipEvent
+from backhaul._rpc.compression import compression
+from backhaul._rpc.ending import leave, serve, shutdown
 from backhaul._rpc.futures import Future, collect_all, wait_all
 from backhaul._rpc.security.policy import expose
 from backhaul._rref.handle import RRef
@@ -46,6 +47,7 @@ __all__ = [
     "BackhaulError",
     "CallCancelledError",
     "CallTimeoutError",
+    "Codec",
     "ContextHandle",
     "Devices",
     "Future",
@@ -68,6 +70,7 @@ __all__ = [
     "cancelled",
     "cluster",
     "collect_all",
+    "compression",
     "context",
     "current_worker",
     "deadline",
@@ -89,8 +92,10 @@ __all__ = [
     "ray",
     "remote",
     "remote_op",
+    "retry_step",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "time_left",
     "wait_all",

@@ -91,14 +91,20 @@ class Liveness:
             in errors. 0: never.
         lost_after: A peer that has been silent this long is lost: its channel is closed, and everything that waits
             for it fails with ``PeerLostError``. 0: never.
+        quiet_above: A worker with more channels than this sends heartbeats less often over channels whose peers nothing
+            waits for: the time between two grows with the square of the number of channels, up to a minute. Such a peer
+            may then be silent for that much longer. ``inf``: every channel gets one each ``heartbeat_interval``.
     """
 
     heartbeat_interval: float = 0.5
     suspect_after: float = 2.0
     lost_after: float = 10.0
+    quiet_above: float = 10
 
     def __post_init__(self) -> None:
         _check_times(self, ("heartbeat_interval", "suspect_after", "lost_after"))
+        if not self.quiet_above > 0:
+            raise ValueError(f"quiet_above must be more than 0, got {self.quiet_above}")
         if self.heartbeat_interval == float("inf"):
             raise ValueError("heartbeat_interval must be finite; 0 switches heartbeats off")
         for name in ("suspect_after", "lost_after"):
@@ -183,6 +189,42 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+CodecName = Literal["fp16", "bf16", "int8", "zstd"]
+"""How the tensors of a message are compressed, see ``Codec``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """How tensors are compressed on their way to another worker. Dense tensors and the values of sparse tensors.
+
+    ``"fp16"`` and ``"bf16"`` send float32 and float64 in 16 bits. ``"int8"`` sends floating-point numbers in 8 bits, as
+    multiples of a scale for each 256 of them. ``"zstd"`` changes no value, takes tensors of all dtypes, and needs the
+    extra ``compression``. The receiver gets tensors of the dtype that was sent. A lossy codec leaves alone what it
+    cannot hold: integers, parameters, tensors inside pickled objects, and a tensor with a value that would overflow.
+
+    Attributes:
+        forward: For arguments and results of calls.
+        backward: For gradients.
+        where: ``"hosts"``: between hosts only. ``"always"``: also between workers of one host that use TCP, or Unix
+            sockets without shared memory (``shm_bytes=0``).
+
+    Example:
+        >>> Options(compression=Codec(forward="bf16", backward="int8")).compression.where
+        'hosts'
+    """
+
+    forward: CodecName | None = None
+    backward: CodecName | None = None
+    where: Literal["hosts", "always"] = "hosts"
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            if getattr(self, name) not in (None, "fp16", "bf16", "int8", "zstd"):
+                raise ValueError(f"{name} must be 'fp16', 'bf16', 'int8', 'zstd' or None, got {getattr(self, name)!r}")
+        if self.where not in ("hosts", "always"):
+            raise ValueError(f"where must be 'hosts' or 'always', got {self.where!r}")
+
+
 # Over the limit because an option is an attribute; four of them are groups.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -220,6 +262,8 @@ class Options:
         autograd: ``"plain"`` records calls outside contexts, so that ``loss.backward()`` and ``torch.autograd.grad``
             run over all workers. ``"context"`` records calls inside ``backhaul.context()`` only.
         shutdown_timeout: How long ``shutdown`` waits for the other workers by default.
+        compression: How tensors are compressed on their way to other workers: a ``Codec``, or patterns of worker names
+            -> codecs, of which the first that matches counts. None, also as a codec: not at all.
         security: Secrets, certificates, and what other workers may do.
         liveness: Heartbeats, and when a silent peer is lost.
         devices: Where tensors of CUDA devices arrive.
@@ -248,6 +292,7 @@ class Options:
     backward_timeout: float = 600.0
     autograd: Literal["plain", "context"] = "plain"
     shutdown_timeout: float = 60.0
+    compression: Codec | Mapping[str, Codec | None] | None = None
     security: Security = field(default_factory=Security)
     liveness: Liveness = field(default_factory=Liveness)
     devices: Devices = field(default_factory=Devices)
@@ -270,6 +315,7 @@ class Options:
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
         _check_bytes(self, "shm_bytes")
+        _check_compression(self.compression)
         if self.spin != "auto" and not (
             isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1
         ):
@@ -301,6 +347,15 @@ def _check_bytes(options: object, name: str) -> None:
     value = getattr(options, name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ValueError(f"{name} must be a number of bytes, 0 or more, got {value!r}")
+
+
+def _check_compression(given: object) -> None:
+    codecs = given.items() if isinstance(given, Mapping) else (("*", given),)
+    if not all(isinstance(name, str) and (codec is None or isinstance(codec, Codec)) for name, codec in codecs):
+        raise ValueError(
+            f"compression must be a Codec, None, or a mapping of patterns of worker names to these, got {given!r}; "
+            "write Codec(forward=...)"
+        )
 
 
 def _check_allow(allow: Mapping[str, Sequence[str]], trusted: bool) -> None:

@@ -4,6 +4,8 @@ The class of an error says what went wrong and what to do. The fields say which 
 arguments are plain ``ValueError`` or ``TypeError``. This module imports nothing of Backhaul.
 """
 
+# Over the limit because each error that Backhaul raises has a class here, with its fields and what to do.
+
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
@@ -255,6 +257,20 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
     def __init__(self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()) -> None:
         super().__init__(message, worker=worker)
         self.waiting_for = waiting_for
+
+
+class WorkersLostError(BackhaulError):
+    """Raised by ``serve`` and ``shutdown`` if workers were lost before all were done. This worker is closed.
+
+    The work may be unfinished: end the process with an error, so that its launcher restarts the job.
+
+    Attributes:
+        reasons: By name, why each worker was lost.
+    """
+
+    def __init__(self, message: str, *, worker: str | None = None, reasons: dict[str, str] | None = None) -> None:
+        super().__init__(message, worker=worker)
+        self.reasons = reasons or {}
 
 
 class LeakError(BackhaulError):

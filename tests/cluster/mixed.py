@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import backhaul as bh
 from backhaul._rpc.node import describe, shutdown_together, start_node
@@ -13,13 +13,14 @@ from backhaul._transport.inproc import InprocEndpoint
 
 @contextlib.contextmanager
 def mixed_cluster(
-    workers: Mapping[str, bh.Options], endpoints: EndpointFactory = InprocEndpoint
+    workers: Mapping[str, bh.Options], endpoints: EndpointFactory = InprocEndpoint, hosts: Sequence[str] = ()
 ) -> Iterator[list[bh.Worker]]:
-    """As ``bh.cluster``, with options for each."""
+    """As ``bh.cluster``, with options for each. ``hosts``: the host that each says it is on; default: all on one."""
     ends = [endpoints() for _ in workers]
     each = list(zip(workers.items(), ends, strict=True))
     records = [
-        describe(name, number, end, options, host="this process") for number, ((name, options), end) in enumerate(each)
+        describe(name, number, end, options, host=hosts[number] if hosts else "this process")
+        for number, ((name, options), end) in enumerate(each)
     ]
     nodes = [start_node(own, records, end, options) for own, ((_, options), end) in zip(records, each, strict=True)]
     graceful = False

@@ -166,7 +166,9 @@ def test_a_wrong_secret(hosts: list[Host], security: bh.Security, tmp_path: path
     right = options(security=security)
     wrong = options(security=bh.Security(secret="another secret than theirs", allow_plain=security.allow_plain))
     found = on_hosts(hosts[:2], fail, tmp_path, [right, wrong])
-    assert [each[:2] for each in found] == [("AuthenticationError", "worker1"), ("AuthenticationError", "worker0")]
+    assert [worker for _, worker, _ in found] == ["worker1", "worker0"]
+    # On a busy machine one may have ended before the other tried it.
+    assert "AuthenticationError" in {kind for kind, _, _ in found} <= {"AuthenticationError", "RendezvousError"}
 
 
 def test_an_address_that_does_not_answer(hosts: list[Host], tmp_path: pathlib.Path) -> None:
@@ -261,7 +263,7 @@ def drive(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
             try:
                 step()
                 break
-            except bh.PeerLostError:
+            except (bh.PeerLostError, bh.errors.GraphFreedError):  # the other worker may lose this one only now
                 assert time.monotonic() < deadline
         (folder / "end").touch()
         bh.shutdown(graceful=False)

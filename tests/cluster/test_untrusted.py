@@ -280,7 +280,7 @@ def test_no_worker_can_dismiss_another() -> None:
             lives = [worker.incarnation, driver.incarnation]
             for proof in ("", "a lie", *lives, seal_of("a lie"), worker.part(Node).peers.own.record.seal):
                 for life in lives:
-                    bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=(life, proof))
+                    bh.rpc_sync("driver", "backhaul._rpc.cluster.leaving:departed", args=([[life, proof]],))
                 left = tuple(Departure(life, 1, "worker", proof) for life in lives)
                 standing = pack(Standing((), tuple(lives), left))
                 bh.rpc_sync("driver", "backhaul._rpc.cluster.partition_healing:compare", args=(standing,))

@@ -12,7 +12,8 @@ from backhaul._autograd.ids import ContextId
 from backhaul._autograd.messages import PassSpec, PassTally
 from backhaul._runtime.runtime import Runtime
 from backhaul._wire.callables import resolve
-from tools.kill_tests import RANDOM, KillOutcome, KillSetting, run, table
+from tools.kill_setting import RANDOM, KillSetting
+from tools.kill_tests import KillOutcome, run, table
 from tools.triggers import STAGES
 
 SAMPLE = (

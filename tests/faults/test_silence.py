@@ -17,14 +17,22 @@ import torch
 from torch.distributed import TCPStore
 
 import backhaul as bh
+from backhaul._rpc.liveness.failure_detector import FailureDetector
+from backhaul._rpc.node import Node
 from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._worker.worker import current_worker
 
 from ..cluster import remote_functions as remote
 from ..cluster.processes import DIED, run_processes
 from ..cluster.remote_functions import PATIENCE
 
 QUICK = bh.Options(timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0.1, suspect_after=1.5, lost_after=3.0))
+# Heartbeats are so rare that only a worker that is asked for them shows in time whether it is alive.
+QUIET = bh.Options(
+    timeout=PATIENCE,
+    liveness=bh.Liveness(heartbeat_interval=0.1, suspect_after=1.5, lost_after=3.0, quiet_above=0.01),
+)
 SLOW = bh.Options(
     timeout=PATIENCE, liveness=bh.Liveness(heartbeat_interval=0.1, suspect_after=0.4, lost_after=PATIENCE)
 )
@@ -71,8 +79,8 @@ def states_of(pid: int) -> set[str]:
 # In calls.
 
 
-def call_one_that_stops(rank: int, port: int, transport: str) -> Any:
-    start(rank, 3, port, QUICK, transport)
+def call_one_that_stops(rank: int, port: int, transport: str, options: bh.Options = QUICK) -> Any:
+    start(rank, 3, port, options, transport)
     try:
         if rank:
             return None
@@ -99,9 +107,9 @@ def call_one_that_stops(rank: int, port: int, transport: str) -> Any:
         bh.shutdown(timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_calls_to_a_stopped_worker_fail_and_no_others(store_port: int, transport: str) -> None:
-    found, *_ = run_processes(call_one_that_stops, 3, store_port, transport)
+@pytest.mark.parametrize(("transport", "options"), [("unix", QUICK), ("tcp", QUICK), ("unix", QUIET)])
+def test_calls_to_a_stopped_worker_fail_and_no_others(store_port: int, transport: str, options: bh.Options) -> None:
+    found, *_ = run_processes(call_one_that_stops, 3, store_port, transport, options)
     worker, function, reason = found.pop("by wait")
     assert (worker, function) == ("w1", "whoami")
     assert reason.startswith("no sign of life for ")
@@ -206,6 +214,34 @@ def test_one_that_goes_on_in_time_was_only_suspected(store_port: int) -> None:
     assert len(said) == 2, lines
     assert "is suspected" in said[0]
     assert "alive after all" in said[1]
+
+
+def count_heartbeats(rank: int, port: int) -> Any:
+    """How many heartbeats an idle worker sends in its next ticks, in a mesh of five workers."""
+    liveness = bh.Liveness(heartbeat_interval=0.02, suspect_after=1.0, lost_after=PATIENCE, quiet_above=0.1)
+    start(rank, 5, port, bh.Options(timeout=PATIENCE, liveness=liveness))
+    for other in range(5):
+        bh.rpc_sync(other, remote.whoami)
+    heartbeats = current_worker().part(Node).heartbeat
+    detector, beats = heartbeats._detector, []
+
+    def tick(*args: Any) -> Any:
+        report = FailureDetector.tick(detector, *args)
+        beats.append(len(report.beat))
+        return report
+
+    detector.tick = tick  # type: ignore[method-assign]
+    until(lambda: len(beats) >= 150)
+    channels = len(heartbeats._watches)
+    bh.shutdown(timeout=PATIENCE)
+    return channels, sum(beats[50:150])
+
+
+def test_an_idle_mesh_sends_few_heartbeats(store_port: int) -> None:
+    """At the full rate each channel would get one in each of the hundred ticks."""
+    for channels, beats in run_processes(count_heartbeats, 5, store_port):
+        assert channels >= 4
+        assert beats <= 10 * channels
 
 
 # All at once, and long waits.
@@ -339,9 +375,9 @@ def contexts() -> int:
     return bh.get_debug_info()["num_autograd_contexts"]
 
 
-def go_back_through_one_that_stops(rank: int, port: int, how: str) -> Any:
+def go_back_through_one_that_stops(rank: int, port: int, how: str, options: bh.Options) -> Any:
     """w0 drives, w2 is in between, w1 is reached and stopped or killed; another pass over w2 alone goes on."""
-    start(rank, 3, port, QUICK)
+    start(rank, 3, port, options)
     if rank:
         bh.shutdown(timeout=PATIENCE)
         return contexts_left()
@@ -381,9 +417,9 @@ def wait_for_gate(name: str) -> None:
     assert remote.gate(name).wait(PATIENCE)
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_pass_over_a_lost_worker_fails_and_names_everything(store_port: int, how: str) -> None:
-    found, other, last = run_processes(go_back_through_one_that_stops, 3, store_port, how)
+@pytest.mark.parametrize(("how", "options"), [("stop", QUICK), ("kill", QUICK), ("stop", QUIET)])
+def test_a_pass_over_a_lost_worker_fails_and_names_everything(store_port: int, how: str, options: bh.Options) -> None:
+    found, other, last = run_processes(go_back_through_one_that_stops, 3, store_port, how, options)
     worker, number, count, named, reason, grads = found
     assert (worker, number, count, named) == ("w1", 1, 1, True)
     assert ("no sign of life" in reason) == (how == "stop")

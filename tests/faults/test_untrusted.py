@@ -484,7 +484,7 @@ def test_nobody_takes_anothers_place_on_its_own_word() -> None:
         # Nor because it says that it has enrolled itself: it is not the leader.
         record = show(workers, id=honest.info.id, incarnation="enrolled", epoch=7)
         with evil:
-            bh.rpc_sync("attacked", expect, args=(pack(record),))
+            bh.rpc_sync("attacked", expect, args=([pack(record)],))
         show(workers, id=honest.info.id, incarnation="enrolled", epoch=7)
         assert attacked.part(Node).peers.records == members
 

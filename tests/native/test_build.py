@@ -198,6 +198,18 @@ def test_a_library_that_cannot_be_loaded(
     assert "runs without it" in record.getMessage()
 
 
+def test_the_command_says_that_a_library_cannot_be_loaded(
+    environment: Callable[[str], Environment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment(WORKS)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    build.build()
+    said = build.main(_native.check)
+    assert said is not None
+    assert str(build.library_path()) in said
+    assert "is at" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_library_that_others_can_write_to_is_not_loaded(
     environment: Callable[[str], Environment], caplog: pytest.LogCaptureFixture, what: str

@@ -87,7 +87,7 @@ def test_a_dict_may_change_while_it_is_encoded() -> None:
 def test_the_values_may_change_while_they_are_encoded() -> None:
     values: list[Any] = [Hook(lambda: None), [torch.ones(500)], torch.zeros(500)]
     values[0].act = values.clear
-    encoded = CORE.encode_values(values, ["a", "b", "c"], False, False, None)
+    encoded = CORE.encode_values(values, ["a", "b", "c"], False, False, None, False)
     assert len(encoded.tensors) == 2
     assert values == []
 
@@ -239,8 +239,8 @@ def test_the_core_is_loaded_the_same_in_inference_mode() -> None:
 import torch
 with torch.inference_mode():
     from backhaul._wire import call_frames
-    call_frames.encode_values((torch.ones(1),), "a", False, False, None)
-found = call_frames.encode_values((torch.ones(1),), "a", False, False, None)
+    call_frames.encode_values((torch.ones(1),), "a", False, False, None, False)
+found = call_frames.encode_values((torch.ones(1),), "a", False, False, None, False)
 assert type(found).__name__ == "Outgoing"
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backhaul._options import Devices, Limits, Liveness, Options, Security
+from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security
 from backhaul._types import WorkerId, WorkerInfo, check_name, first_number
 
 SECRET = "hunter2 is the secret"
@@ -60,6 +60,8 @@ def test_the_defaults_are_allowed() -> None:
         {"liveness.suspect_after": 0, "liveness.lost_after": 0},
         {"liveness.suspect_after": 5, "liveness.lost_after": 0},
         {"liveness.lost_after": float("inf")},
+        {"compression": Codec(forward="int8", where="always")},
+        {"compression": {"a*": Codec(backward="zstd"), "*": None}},
     ],
 )
 def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
@@ -102,12 +104,21 @@ def test_what_is_given_is_kept(given: dict[str, Any]) -> None:
         ("limits.frame_bytes", (1 << 16) - 1),
         ("limits.values", 0),
         ("limits.values", 4095),
+        ("compression", "fp16"),
+        ("compression", {"*": "fp16"}),
+        ("compression", {1: None}),
     ],
 )
 def test_what_makes_no_sense_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError) as caught:
         make({field: value})
     assert field.rpartition(".")[2] in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"forward": "gzip"}, {"backward": True}, {"forward": ""}, {"where": "tcp"}])
+def test_codecs_have_names(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Codec(**given)
 
 
 def test_a_unix_socket_has_no_address_to_bind() -> None:

@@ -23,8 +23,10 @@ from backhaul._autograd.messages import (
 from backhaul._rpc.cluster.membership_table import Standing, WorkerRecord
 from backhaul._wire import messages, plain, value_count
 from backhaul._wire.codec import encode, load
+from backhaul._wire.compression import compress
 from backhaul._wire.messages import Fault, Hello, Payload, Refuse, Reply, Request, pack, unpack
 from backhaul._wire.strict import check_payload
+from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.writer import TensorWriter
 from backhaul.errors import LimitError, ProtocolError
@@ -125,8 +127,12 @@ class TensorTarget(Target):
 
     def seeds(self) -> list[bytes]:
         found = []
-        for values in sample_values():
-            encoded = encode(values, names=["value"] * len(values))
+        messages = [encode(values, names=["value"] * len(values)) for values in sample_values()]
+        numbers = torch.linspace(-2, 2, 600)
+        for values in ([numbers], [numbers[:400].view(20, 20).t(), torch.eye(300).to_sparse()]):
+            smaller = (compress(encode(values, names=["value"] * 2), form) for form in readable_forms())
+            messages += [each for each in smaller if each is not None]
+        for encoded in messages:
             buffers = [bytes(buffer) for buffer in encoded.buffers]
             body = pack(encoded.payload)
             head = bytes([len(buffers)]) + b"".join(len(b).to_bytes(2, "little") for b in buffers)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from backhaul._native import core
+from backhaul._wire.compression import compress
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Kind, Reply, Request, unpack
 from backhaul.errors import ProtocolError
@@ -26,7 +27,13 @@ def _sample_calls() -> list[Frame]:
     ]
     notes = {"autograd": b"note", "rref": bytes(40)}
     samples = [*sample_values(), *nested]
-    return [*(PYTHON.request(values, notes=notes) for values in samples), *map(PYTHON.reply, samples)]
+    smaller = compress(PYTHON.encode([torch.linspace(-2, 2, 600)]), "int8")
+    assert smaller is not None
+    return [
+        PYTHON.reply_frame(7, smaller, {}),
+        *(PYTHON.request(values, notes=notes) for values in samples),
+        *map(PYTHON.reply, samples),
+    ]
 
 
 def _has_pickle(frame: Frame) -> bool:

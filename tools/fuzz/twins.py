@@ -34,7 +34,7 @@ class Twin:
 
     def encode(self, values: Sequence[Any], *, main_shared: bool = False) -> Encoded:
         """Encode the values of a message."""
-        encoded: Encoded = self.encode_values(tuple(values), NAMES[: len(values)], main_shared, False, None)
+        encoded: Encoded = self.encode_values(tuple(values), NAMES[: len(values)], main_shared, False, None, False)
         return encoded
 
     def request(self, values: Sequence[Any], *, notes: dict[str, bytes] | None = None) -> Frame:

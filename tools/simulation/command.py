@@ -14,6 +14,7 @@ import torch
 
 import tools.simulation
 from backhaul._sim.faults import FAULTS
+from tools.simulation.retried import run_retried_seed
 from tools.simulation.run import Checks, SimulationSetting, run_seed
 
 _STUCK_SECONDS = 60.0  # of real time; a seed that takes longer hangs outside the scheduler
@@ -42,6 +43,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--replay", action=argparse.BooleanOptionalAction, default=True, help="run some steps in contexts with replay"
     )
     parser.add_argument("--plain", type=float, default=0.5, help="the share of steps outside contexts (default 0.5)")
+    parser.add_argument(
+        "--retry-steps", action="store_true", help="make the steps of a training run with retry_step; see retried.py"
+    )
     parser.add_argument("--errors", help="show the errors of steps that match this regular expression")
     parser.add_argument("--twice", action="store_true", help="run each seed twice and compare the runs")
     parser.add_argument("--trace", help="write the trace to this file; for one seed")
@@ -68,6 +72,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         keep_trace=given.trace is not None,
     )
     torch.set_num_threads(1)
+    run = run_retried_seed if given.retry_steps else run_seed
     outcomes: collections.Counter[str] = collections.Counter()
     faults_seen: collections.Counter[str] = collections.Counter()
     failed: list[int] = []
@@ -75,9 +80,9 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     begun = reported = time.monotonic()
     for done, seed in enumerate(seeds, 1):
         faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
-        verdict = run_seed(dataclasses.replace(setting, seed=seed))
+        verdict = run(dataclasses.replace(setting, seed=seed))
         if given.twice:
-            again = run_seed(dataclasses.replace(setting, seed=seed))
+            again = run(dataclasses.replace(setting, seed=seed))
             if again.digest != verdict.digest:
                 verdict.problems.append(f"two runs of this seed differ: {verdict.digest} and {again.digest}")
         faulthandler.cancel_dump_traceback_later()
@@ -121,5 +126,6 @@ def _command(given: argparse.Namespace, seed: int) -> str:
         text += f" --faults '{given.faults}'"
     text += "" if given.left_by_lost else " --no-left-by-lost"
     text += "" if given.replay else " --no-replay"
+    text += " --retry-steps" if given.retry_steps else ""
     text += "" if given.plain == 0.5 else f" --plain {given.plain:g}"
     return text + ("" if given.references else " --no-references")

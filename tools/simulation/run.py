@@ -117,7 +117,8 @@ class _ErrorCollector(logging.Handler):
 
 
 @contextlib.contextmanager
-def _collected_errors() -> Iterator[list[str]]:
+def collected_errors() -> Iterator[list[str]]:
+    """What is logged as an error inside the block."""
     log, handler = logging.getLogger("backhaul"), _ErrorCollector()
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
@@ -346,7 +347,7 @@ def _run_seed(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         keep_trace=setting.keep_trace,
     )
     try:
-        with _collected_errors() as errors, cluster:
+        with collected_errors() as errors, cluster:
             run = _Run(setting, cluster, verdict, draw)
             faults = SimulatedFaults(
                 cluster,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -313,6 +314,17 @@ def passes_started() -> int:
 def passes_ended(worker: Worker) -> int:
     """How many backward passes of a worker have ended. Each may have changed ``.grad`` of leaves on any worker."""
     return worker.part(Engine).passes_ended
+
+
+@contextlib.contextmanager
+def undoing_passes(worker: Worker) -> Iterator[None]:
+    """A pass of the worker that fails inside this block leaves no task on it that would still add to ``.grad``."""
+    engine = worker.part(Engine)
+    engine.undoing += 1
+    try:
+        yield
+    finally:
+        engine.undoing -= 1
 
 
 def find_gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:

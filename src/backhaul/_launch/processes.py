@@ -27,14 +27,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from backhaul._launch.embedded import worker_names
 from backhaul._launch.pipe_store import PipeStore, Table
 from backhaul._options import Options
-from backhaul._rpc.api import init, shutdown
+from backhaul._rpc.api import init
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
+from backhaul._rpc.ending import shutdown
 from backhaul._runtime import interrupts
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
-from backhaul.errors import WorkerFailedError
+from backhaul.errors import WorkerFailedError, WorkersLostError
 
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
@@ -308,7 +309,8 @@ def _work(  # noqa: PLR0917 (given by position)
         store = PipeStore(pipe) if options is None or options.init_method is None else None
         init(name, rank=rank, world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
-        shutdown(timeout=_SERVE_SECONDS)
+        with contextlib.suppress(WorkersLostError):  # the parent knows which process has ended
+            shutdown(timeout=_SERVE_SECONDS)
         encoded = encode([result], names=[f"the result of worker '{name}'"])
         outcome = _ProcessOutcome(time.monotonic(), encoded.payload, [bytes(b) for b in encoded.buffers])
         pipe.send_bytes(pickle.dumps(outcome))

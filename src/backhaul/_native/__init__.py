@@ -1,7 +1,8 @@
 """The native core: the straight line of a message in C++, with the same bytes as its twins in Python.
 
-``core`` is the compiled module, or None: then Python does all of the work. The functions of the core call their twins
-in Python for what they do not handle. The core knows no threads, sockets, locks or policy. ``build`` compiles it.
+``core`` is the compiled module, or None: then Python does all of the work. For what a function of the core does not
+handle, it calls its twin in Python or returns None. The core starts no threads, takes no locks and uses no sockets,
+except that it polls descriptors while a thread spins. ``build`` compiles it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,7 @@ def _load() -> Any:
         path = Path(choice) if os.sep in choice else build.library_path()
         if not path.exists():
             return None
-        if not (os.sep in choice or build.is_own(path)):
-            raise PermissionError(f"other users can write to {path} or to its folder; take that permission away")
-        loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
-        spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        build.note_use(path)
+        module = _load_from(path, trusted=os.sep in choice)
     except Exception as error:
         log.warning(
             "the native core of Backhaul cannot be loaded, so Backhaul runs without it: %s. If the file is broken, "
@@ -49,6 +43,32 @@ def _load() -> Any:
         )
         return None
     return module
+
+
+def _load_from(path: Path, *, trusted: bool = False) -> Any:
+    if not (trusted or build.is_own(path)):
+        raise PermissionError(f"other users can write to {path} or to its folder; take that permission away")
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    build.note_use(path)
+    return module
+
+
+def check() -> str | None:
+    """Why the library that is compiled cannot be loaded, and what to do; None if it can be, or if there is none."""
+    path = build.library_path()
+    if not path.exists():
+        return None
+    try:
+        _load_from(path)
+    except Exception as error:
+        return (
+            f"The native core at {path} cannot be loaded: {error}. If the file is broken, remove it and run this again."
+        )
+    return None
 
 
 def compile_later() -> None:

@@ -1,5 +1,7 @@
 """Compiles the native core if there is a compiler: ``python -m backhaul._native``."""
 
-from backhaul._native.build import main
+import sys
 
-main()
+from backhaul._native import build, check
+
+sys.exit(build.main(check))

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SWITCH = "BACKHAUL_NATIVE"
@@ -189,8 +189,10 @@ def build_later() -> None:
     subprocess.run([sys.executable, __file__, "--later"], check=False, stdin=subprocess.DEVNULL)
 
 
-def main() -> None:
-    """Compile the core, and print what was done."""
+def main(check: Callable[[], str | None] = lambda: None) -> str | None:
+    """Compile the core, and print what was done. ``check``: says why the library cannot be loaded; what it says is
+    returned.
+    """
     parser = argparse.ArgumentParser(description="Compiles the native core of Backhaul.")
     parser.add_argument("--later", action="store_true", help="in the background, unless that failed before")
     parser.add_argument(
@@ -199,13 +201,17 @@ def main() -> None:
     given = parser.parse_args()
     if given.later:
         _build_in_background()
-        return
+        return None
     path = library_path()
     if given.quiet and (path.exists() or os.environ.get(SWITCH) == "0"):
-        return
+        return None
     if not (path.exists() or (given.quiet and path.with_suffix(".failed").exists()) or command(path) is None):
         print("Compiling the native core of Backhaul; this takes half a minute, once.", flush=True)
-    print(build(again=not given.quiet))
+    said = build(again=not given.quiet)
+    wrong = check()
+    if wrong is None:
+        print(said)
+    return wrong
 
 
 def _build_in_background() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from backhaul._rpc.compression import as_it_is
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef, keep_until
 from backhaul._rref.owner_calls import Named
@@ -153,7 +154,7 @@ class Message:
     def send(self, via: RRef[Any], function: Callable[..., Any], *args: Any, label: str) -> Future[Any]:
         """Call ``function(containers, *args)`` on the owner, outside any graph. ``via``: a reference that is here."""
         named: Sequence[Named] = [container._named() for container in self._containers]
-        with torch.no_grad(), own_call():
+        with torch.no_grad(), own_call(), as_it_is():
             client = via._rrefs.client
             future: Future[Any] = client.call_async(
                 self.owner, function, (named, *map(compact, args)), None, None, label=label
@@ -165,6 +166,6 @@ class Message:
     def send_and_wait(self, via: RRef[Any], function: Callable[..., Any], *args: Any, label: str) -> Any:
         """As ``send``, but waits for the result."""
         named: Sequence[Named] = [container._named() for container in self._containers]
-        with torch.no_grad(), own_call():
+        with torch.no_grad(), own_call(), as_it_is():
             client = via._rrefs.client
             return client.call(self.owner, function, (named, *map(compact, args)), None, None, label=label)

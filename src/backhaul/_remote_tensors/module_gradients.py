@@ -36,6 +36,7 @@ from backhaul._remote_tensors.pending_changes import PendingChanges
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
+from backhaul._rref.replaced_values import is_lost
 from backhaul._worker.worker import Worker
 from backhaul.errors import PeerLostError, UnknownWorkerError
 
@@ -207,7 +208,7 @@ class ModuleGradients:
 
     def _leave_if_made(self) -> None:
         if self.pending.is_empty():
-            self._driven.changed.discard(self)
+            self._driven.changed.pop(self, None)
 
     def send_changes(self) -> None:
         """Send the changes of all modules of the driver."""
@@ -238,6 +239,9 @@ class ModuleGradients:
             self.pending.carried_by(forward, changes[-1].number)
 
 
+_ChangeMessage = tuple[Message, dict[int, list[Changes]], RRef[Any]]
+"""A message to one owner, the changes by module, and a reference to something there."""
+
 _asked_here: contextvars.ContextVar[object] = contextvars.ContextVar("asked_here", default=None)
 """What tells this thread or handler from others, once it has asked an owner."""
 
@@ -254,12 +258,14 @@ class DrivenModules:
         lock: Guards ``changed`` and the changes of all modules.
         changed: The modules with changes that are not known to be made.
         new_number: Returns the number of the next changes. The caller holds the lock.
+        undelivered: How many messages with changes were given up, because their owner was lost.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.undelivered = 0
         self._has_new = False  # whether a module may have changes that were not sent yet
-        self.changed: weakref.WeakSet[ModuleGradients] = weakref.WeakSet()
+        self.changed: weakref.WeakKeyDictionary[ModuleGradients, None] = weakref.WeakKeyDictionary()  # in order
         self.new_number = itertools.count().__next__
         self._calls = 0
         self._all: weakref.WeakValueDictionary[tuple[Any, int], ModuleGradients] = weakref.WeakValueDictionary()
@@ -283,7 +289,7 @@ class DrivenModules:
 
     def note(self, module: ModuleGradients) -> None:
         """A module has a change that was not sent yet. The caller holds the lock."""
-        self.changed.add(module)
+        self.changed[module] = None
         self._has_new = True
 
     def before_call(self) -> None:
@@ -299,6 +305,21 @@ class DrivenModules:
         if self._has_new:
             self.send_changes()
 
+    @contextlib.contextmanager
+    def replacing(self, module: ModuleGradients) -> Iterator[None]:
+        """In the block, the container of ``module`` comes to refer to another module. What is known is forgotten, and
+        changes that were not made are dropped.
+        """
+        container = module.container
+        with self.lock:
+            self._all.pop((container._identity, container._id), None)
+            self.changed.pop(module, None)
+            module.pending = PendingChanges()
+        yield
+        module.forget()
+        with self.lock:
+            self._all[container._identity, container._id] = module
+
     def _list(self) -> list[ModuleGradients]:
         with self.lock:
             return list(self._all.values())
@@ -309,25 +330,18 @@ class DrivenModules:
             return  # the thread fetches a gradient that it is about to send
         with self.lock:
             changes = {module: sent for module in list(self.changed) if (sent := module.to_send())}
+            for module in [module for module in changes if is_lost(module.container)]:
+                module.confirm(changes.pop(module))  # a message that names it could not be sent
         if not changes:
             return
         errors: list[Exception] = []
-        futures: list[Future[None]] = []
         self._sending.here = True
         try:
             messages = self._messages(changes, errors)
         finally:
             self._sending.here = False
-        for place, (message, made, via) in enumerate(messages):
-            with _collecting(errors):
-                call = via, change_all, via._rrefs.worker.incarnation, made
-                if place + 1 < len(messages):
-                    futures.append(message.send(*call, label="change parameters"))
-                else:
-                    message.send_and_wait(*call, label="change parameters")
-        for future in futures:
-            with _collecting(errors):
-                future.wait()
+        if left := self._send(messages, errors):  # perhaps only a channel is lost, and another can be opened
+            self.undelivered += len(self._send(left, errors))
         with self.lock:
             for module, each in changes.items():
                 module.confirm(each)
@@ -335,11 +349,27 @@ class DrivenModules:
             raise errors[0]
 
     @staticmethod
-    def _messages(
-        changes: dict[ModuleGradients, list[Changes]], errors: list[Exception]
-    ) -> list[tuple[Message, dict[int, list[Changes]], RRef[Any]]]:
+    def _send(messages: Sequence[_ChangeMessage], errors: list[Exception]) -> list[_ChangeMessage]:
+        """Send messages, and wait until they are answered. Returns those to owners that could not be reached."""
+        lost: list[_ChangeMessage] = []
+        futures: list[tuple[_ChangeMessage, Future[None]]] = []
+        for place, each in enumerate(messages):
+            message, made, via = each
+            with _collecting(errors, lost, each):
+                call = via, change_all, via._rrefs.worker.incarnation, made
+                if place + 1 < len(messages):
+                    futures.append((each, message.send(*call, label="change parameters")))
+                else:
+                    message.send_and_wait(*call, label="change parameters")
+        for each, future in futures:
+            with _collecting(errors, lost, each):
+                future.wait()
+        return lost
+
+    @staticmethod
+    def _messages(changes: dict[ModuleGradients, list[Changes]], errors: list[Exception]) -> list[_ChangeMessage]:
         """For each owner the message, what it says, and a reference to something there."""
-        messages: dict[int, tuple[Message, dict[int, list[Changes]], RRef[Any]]] = {}
+        messages: dict[int, _ChangeMessage] = {}
         for module, sent in changes.items():
             owner = module.container.owner().id
             message, made, _ = messages.setdefault(owner, (Message(owner), {}, module.container))
@@ -360,7 +390,11 @@ class DrivenModules:
         """Ask the owners of ``module``, and of all other modules that may have changed, which gradients there are.
         Returns those of ``module``. Another thread may learn something else meanwhile.
         """
-        stale = [each for each in self._list() if each is module or (each.used and each.is_stale())]
+        stale = [
+            each
+            for each in self._list()
+            if each is module or (each.used and each.is_stale() and not is_lost(each.container))
+        ]
         with self.lock:
             on_their_way = [each for each in stale if each.pending.sent()]
         if on_their_way:
@@ -411,12 +445,12 @@ def _noting(errors: list[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collecting(errors: list[Exception]) -> Iterator[None]:
-    """Keep the error of the block. A lost owner has nothing to change: what needs its tensors raises an error."""
+def _collecting(errors: list[Exception], lost: list[_ChangeMessage], message: _ChangeMessage) -> Iterator[None]:
+    """Keep the error of the block. If the owner is lost, keep the message: what needs its tensors raises an error."""
     try:
         yield
     except (PeerLostError, UnknownWorkerError):
-        return
+        lost.append(message)
     except Exception as error:
         errors.append(error)
 

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from backhaul._remote_tensors.addresses import Kind, Place, Places, travels_by_fields
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 from backhaul._rref.owner_calls import Named
 from backhaul._rref.registry import current_rrefs
@@ -189,6 +190,7 @@ def _makes_views(function: Callable[..., Any]) -> bool:
 @torch.no_grad()
 def fetch(named: Sequence[Named], places: Sequence[Place] | Places) -> list[torch.Tensor]:
     """Copies of tensors."""
+    reply_as_it_is()
     return [on_cpu(tensor.detach()) for tensor in Containers(named).find_all(places)]
 
 
@@ -229,12 +231,14 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def differentiable(module: nn.Module, indices: Iterable[int]) -> list[torch.Tensor]:
     """Parameters of a module as parts of the graph: the gradients of the copies at the caller reach the parameters."""
+    reply_as_it_is()
     parameters = list(module.parameters())
     return [on_cpu(parameters[index].view_as(parameters[index])) for index in indices]
 
 
 def differentiable_gradient(module: nn.Module, index: int) -> torch.Tensor:
     """The gradient of a parameter, with the graph that a pass with ``create_graph=True`` has recorded."""
+    reply_as_it_is()
     gradient = list(module.parameters())[index].grad
     if gradient is None:
         raise RuntimeError(f"parameter {index} of the {type(module).__name__} has no gradient any more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -24,7 +23,7 @@ from backhaul._runtime.compile_marks import graph_break
 from backhaul._transport.sockets.addresses import host_identity
 from backhaul._types import MAX_WORKERS, WorkerInfo, check_name
 from backhaul._worker.worker import Worker, current_worker, running_workers
-from backhaul.errors import NotInitializedError, RendezvousError
+from backhaul.errors import RendezvousError
 
 T = TypeVar("T")
 
@@ -157,35 +156,6 @@ def _join(
 
 
 @graph_break
-def leave(*, timeout: float | None = None) -> None:
-    """End the current worker. The other workers continue.
-
-    Waits until this worker has no call under way. Then announces its departure to all other workers. From then on,
-    their calls to it raise ``UnknownWorkerError``. Once this returns, the worker's threads and sockets are gone. Does
-    nothing if there is no worker.
-
-    Args:
-        timeout: Seconds to wait at most; default ``options.shutdown_timeout``. The worker ends in any case.
-
-    Example:
-        >>> import backhaul as bh
-        >>> with bh.cluster(["first", "second"]) as (first, second):
-        ...     with second:
-        ...         bh.leave()
-        ...     [info.name for info in bh.get_worker_infos()]
-        ['first']
-    """
-    try:
-        worker = current_worker()
-    except NotInitializedError as error:
-        if error.worker is None and running_workers():
-            raise
-        return
-    limit = worker.options.shutdown_timeout if timeout is None else timeout
-    worker.part(Node).shutdown(graceful=False, timeout=limit, alone=True)
-
-
-@graph_break
 def get_address() -> str:
     """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP."""
     addresses = current_worker().endpoint.addresses
@@ -213,40 +183,6 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
         ('left', 'second')
     """
     return current_worker().part(MembershipEvents).subscribe(callback)
-
-
-@graph_break
-def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref_leak: bool = True) -> None:
-    """End the current worker.
-
-    With ``graceful`` this first waits until every worker has called ``shutdown`` and no call is under way
-    anywhere; it does not wait for lost workers. Once this returns (or raises), the worker's threads and sockets are
-    gone, and calls that were pending have failed. Does nothing if there is no worker.
-
-    Args:
-        graceful: Whether to wait for the other workers.
-        timeout: Seconds to wait at most; default ``options.shutdown_timeout``.
-        ignore_rref_leak: If False, this worker releases the references that it holds, and raises ``LeakError`` if other
-            workers still refer to its values at the end. Pass the same value on all workers.
-
-    Raises:
-        LeakError: See ``ignore_rref_leak``.
-        ShutdownTimeoutError: Other workers were not ready in time. This worker is closed in any case.
-    """
-    try:
-        worker = current_worker()
-    except NotInitializedError as error:
-        if error.worker is None and running_workers():
-            raise  # there are several workers, and none is current
-        return
-    limit = worker.options.shutdown_timeout if timeout is None else timeout
-    worker.part(Node).shutdown(graceful=graceful, timeout=limit, strict=not ignore_rref_leak)
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    for worker in running_workers():
-        worker.part(Node).shutdown(graceful=False, timeout=1.0)
 
 
 @graph_break

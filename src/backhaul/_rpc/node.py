@@ -25,15 +25,18 @@ from backhaul._rpc.cluster.membership_events import MembershipEvents
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.partition_healing import PartitionHealing
 from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.compression import check_codecs
 from backhaul._rpc.device_memory import start_devices
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.liveness.heartbeats import Heartbeats
 from backhaul._rpc.security.rate_limits import RateLimits, bounds_of
 from backhaul._rpc.security.untrusted import UntrustedServer, guard_frames
 from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
+from backhaul._rpc.shutdown.lost_members import LostMembers
 from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
+from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.value_count import most_buffers
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
@@ -56,6 +59,7 @@ class Node:
     """The RPC parts of one worker, attached to it."""
 
     def __init__(self, worker: Worker, own: WorkerRecord, records: Iterable[WorkerRecord]) -> None:
+        check_codecs(worker.options)
         self.worker = worker
         self.peers = Peers(worker, own, records)
         self.admission = Admission(worker, self.peers)
@@ -69,6 +73,7 @@ class Node:
         MembershipEvents(worker, self.peers)
         self.membership = Membership(worker, self.peers, self.admission, calls)
         Enrollment(worker, self.peers, self.admission, self.membership, calls)
+        self.heartbeat.waits += (self.client.pending.workers, self.server.callers)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         worker.devices.start(self.peers)
@@ -88,16 +93,19 @@ class Node:
     def _bytes_sent(self) -> int:
         return self.peers.connections.bytes_sent - self.heartbeat.bytes_sent + self.worker.devices.bytes_sent
 
-    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> None:
-        """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue."""
+    def shutdown(self, *, graceful: bool, timeout: float, strict: bool = False, alone: bool = False) -> LostMembers:
+        """End this worker; see ``backhaul.shutdown``. ``strict``: run the audits. ``alone``: other workers continue.
+
+        Returns the members that were lost before all were done, if this call has waited for them.
+        """
         if graceful or alone:
             refuse_in_handlers(self.worker.name)
         deadline = self.worker.runtime.now() + timeout
         if not interrupts.acquire(self._ending, timeout):
-            return  # another thread shuts down, and has its own deadline
+            return LostMembers()  # another thread shuts down, and has its own deadline
         try:
             if self.worker.closed:
-                return
+                return LostMembers()
             try:
                 audits = self.audits if graceful and strict else []
                 for audit in audits:
@@ -114,6 +122,7 @@ class Node:
                     self.worker.devices.settle(max(deadline - self.worker.runtime.now(), 0.5))
                 finally:
                     self._end(deadline - self.worker.runtime.now())
+            return self.graceful_shutdown.lost
         finally:
             self._ending.release()
 
@@ -154,6 +163,7 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         maps=maps_of(options.devices.maps, options.devices.placement),
         bounds=bounds_of(options),
         seal=seal_of(secret_of(incarnation)),
+        forms=readable_forms(),
     )
 
 
@@ -199,15 +209,15 @@ def join(
     runtime = runtime or Runtime()
     timeout = options.rendezvous_timeout if timeout is None else timeout
     try:
-        own, others, leader, left = ask_to_join(endpoint, own, addresses, timeout, runtime)
-        check(own, others)
+        enrolled = ask_to_join(endpoint, own, addresses, timeout, runtime)
+        check(enrolled.own, enrolled.others)
     except BaseException:
         endpoint.close()
         raise
-    node = start_node(own, others, endpoint, options, runtime=runtime)
+    node = start_node(enrolled.own, enrolled.others, endpoint, options, runtime=runtime)
     try:
-        node.admission.enter(leader, left)
-        node.worker.run(node.membership.introduce, options.connect_timeout)
+        node.admission.enter(enrolled.leader, enrolled.left)
+        node.worker.run(node.membership.introduce, options.connect_timeout, enrolled)
     except BaseException:
         node.shutdown(graceful=False, timeout=1.0)
         raise

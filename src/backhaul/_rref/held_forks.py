@@ -133,6 +133,10 @@ class HeldForks:
         if reason is not None:
             raise value_lost(owner, reason)
 
+    def is_orphan(self, fork: ForkId) -> bool:
+        """Whether the owner of a held fork is gone for good."""
+        return fork in self._orphans
+
     def expect(self, owner: Identity, number: RRefId | None = None, fork: ForkId | None = None) -> Expected:
         """Hold the first fork of a value that this worker is about to ask for. The value and the fork get ids unless
         given. The call that asks for the value carries the notice.

@@ -13,8 +13,9 @@ code that called Backhaul, in the next wait, or at the start of the next call. A
 ends with the block entered, and an interrupt that comes in a destructor is not lost. Without interrupts this costs one
 test of a variable for each call.
 
-Backhaul does not replace other handlers of SIGINT. What they raise may come anywhere, see
-``Channel.recover_after_interrupt``.
+Backhaul replaces no other handlers. What they raise may come anywhere, see ``Channel.recover_after_interrupt``. If it
+comes in a callback of a future, torch logs it, and what the callback should have woken waits forever. So the main
+thread completes no futures while there are such handlers, see ``may_raise_anywhere``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TESTING = (_HERE + "testing" + os.sep, _HERE + "_sim" + os.sep)  # count as the user's code
 SIGINT = int(signal.SIGINT)
 getsignal: Callable[[int], Any] = _signal.getsignal  # ``signal.getsignal`` takes a hundred times as long
+_OTHER_SIGNALS = tuple(number for number in map(int, signal.valid_signals()) if number != SIGINT)
 _REPEAT_SECONDS, _LATER_REPEAT_SECONDS = 0.001, 0.02  # from one repetition to the next, at first and after a while
 _PIECE_SECONDS = 0.5  # that the main thread waits at a time, see ``_pieces``
 _LONGEST_SECONDS = 1e6  # that other threads wait at a time
@@ -93,6 +95,16 @@ def stop_deferring() -> None:
     """Put Python's own handler back."""
     if _in_main_thread() and getsignal(SIGINT) is _on_signal:
         signal.signal(SIGINT, default_int_handler)
+
+
+def may_raise_anywhere() -> bool:
+    """Whether a signal may raise an exception between any two instructions of the calling thread: the main thread, in a
+    program with signal handlers that Backhaul does not know.
+    """
+    return _in_main_thread() and (
+        any(map(callable, map(getsignal, _OTHER_SIGNALS)))  # takes a microsecond or two
+        or (getsignal(SIGINT) is not _on_signal and callable(getsignal(SIGINT)))
+    )
 
 
 def acquire(lock: _Lock, timeout: float | None) -> bool:

@@ -106,7 +106,7 @@ def encode_values_in_python(  # noqa: PLR0917 (as the native core takes them)
     main_shared: bool,
     plain: bool,
     link: Link | None,
-    apart: bool = False,
+    apart: bool,
     /,
 ) -> Encoded:
     """See ``encode_values``."""
@@ -199,7 +199,7 @@ if core is not None:
 
 encode_values: Callable[..., Encoded]
 encode_values = encode_values_in_python if core is None else core.encode_values
-"""Encode the values of a message: ``(values, names, main_shared, plain, link, apart=False)``.
+"""Encode the values of a message: ``(values, names, main_shared, plain, link, apart)``.
 
 Arguments and errors are those of ``codec.encode``. The result is for ``request_frame`` or ``reply_frame``. It has the
 attributes of ``Encoded``, and its payload may be a ``msgspec.Raw``: encoded already.

@@ -316,5 +316,5 @@ def _cut(memory: bytearray, table: int, count: int, start: int, payload: int) ->
 
 cut_frames: Callable[[list[Frame], bytearray, int, int, int, int], int] = cut_frames_in_python
 if core is not None:
-    core.set_frame(Frame)
+    core.connect(frame=Frame)
     cut_frames = core.cut_frames

@@ -70,13 +70,15 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answers a join: the joiner's final record, the records of all members, and the workers that have left. Without
-    members, it has the record of the leader, which the joiner must ask.
+    """Answers a join: the joiner's final record, the records of all members, the workers that have left, and the ids
+    of the members to which the joiner says hello (None: to all). Without members, it has the record of the leader,
+    which the joiner must ask.
     """
 
     record: bytes
     members: tuple[bytes, ...] = ()
     left: tuple[Departure, ...] = ()
+    greeted: tuple[int, ...] | None = None
 
 
 TREE = -1
@@ -155,6 +157,12 @@ class Count(msgspec.Struct, array_like=True, frozen=True):
     wave: int
 
 
+class AllDone(msgspec.Struct, array_like=True, frozen=True):
+    """Shutdown: all workers are done. By name, the members that were lost before that, and why."""
+
+    lost: dict[str, str]
+
+
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a decoder raises if bytes are not the message that they should be."""
 
@@ -183,4 +191,4 @@ def malformed(kind: type[msgspec.Struct], error: Exception) -> ProtocolError:
     return ProtocolError(f"not a {kind.__name__}: {error}")
 
 
-prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count)
+prepare(Hello, Refuse, Join, Welcome, Payload, Request, Reply, Fault, Cancel, CallTally, Count, AllDone)

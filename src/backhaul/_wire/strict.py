@@ -16,6 +16,7 @@ from backhaul._wire.plain import MAX_DIMENSIONS, SCALARS
 from backhaul._wire.tensors.dtypes import dtype_named
 from backhaul._wire.tensors.reader import tensors_of
 from backhaul._wire.tensors.specs import Ordinary, Part, TensorTable, read_record
+from backhaul._wire.tensors.validate import needed_bytes
 from backhaul.errors import ProtocolError
 
 _grounded = HostLink()
@@ -50,8 +51,17 @@ def _check_table(table: TensorTable, limit: int) -> None:
     if any(len(each.shape) > MAX_DIMENSIONS for each in (*parts, *table.specs)):
         raise ProtocolError(f"this worker does not accept tensors of more than {MAX_DIMENSIONS} dimensions")
     size = sum(math.prod(part.shape) * dtype_named(part.dtype).itemsize for part in parts)
+    # A compressed buffer may also have gaps between the elements of its parts.
+    size = max(size, restored_bytes(table))
     if size > limit:
         raise ProtocolError(f"the tensors of a message need {size} bytes; the limit is {limit} (limits.frame_bytes)")
+
+
+def restored_bytes(table: TensorTable) -> int:
+    """How many bytes the compressed buffers of a message have in their usual form. Raises ``ProtocolError``."""
+    records = (record for record in map(read_record, table.ordinary) if record.form)
+    ordinary = sum(math.prod(record.shape) * dtype_named(record.dtype).itemsize for record in records)
+    return ordinary + sum(needed_bytes(part) for part in table.parts if part.form)
 
 
 def _check_bools(tensor: torch.Tensor) -> None:

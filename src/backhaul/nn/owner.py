@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from backhaul._remote_tensors import changes_on_owner
 from backhaul._remote_tensors.changes_on_owner import Changes
 from backhaul._remote_tensors.on_owner import Description, describe, on_cpu
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 
 State = dict[str, Any]
@@ -214,6 +215,7 @@ def add_hook(module: nn.Module, register: str, hook: Callable[..., Any], options
 
 def save(module: nn.Module) -> tuple[State, State]:
     """The state, as tensors on the CPU, and torch's metadata about its versions."""
+    reply_as_it_is()
     state = module.state_dict()
     return _plain(dict(state)), dict(getattr(state, "_metadata", {}))
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from backhaul._remote_tensors.on_owner import on_cpu
+from backhaul._rpc.compression import as_it_is
 from backhaul.nn import owner
 from backhaul.nn.listed_tensors import ListedTensors
 
@@ -46,7 +47,8 @@ class RemoteState(ListedTensors):
         metadata = getattr(state_dict, "_metadata", {})
         versions = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign, prefix)
+        with as_it_is():
+            missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign, prefix)
         self._describe_again(description)
         missing_keys.extend(missing)
         if strict:

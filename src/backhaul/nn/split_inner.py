@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from backhaul._rpc.compression import as_it_is
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
 from backhaul.nn.listed_tensors import set_buffer
@@ -125,7 +126,7 @@ class SplitInner(Impersonates, nn.Module):
         if set_buffer(self, name, value):
             return
         if name in self.__dict__.get("_attributes", ()):
-            with torch.no_grad():
+            with torch.no_grad(), as_it_is():
                 self._ask(split_owner.write, self._path, name, value)
         else:
             super().__setattr__(name, value)

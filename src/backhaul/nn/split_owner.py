@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from backhaul._remote_tensors.on_owner import Description, describe
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 from backhaul.nn import owner
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
@@ -35,6 +36,7 @@ def give(references: Sequence[RRef[nn.Module]], to_cpu: bool) -> ModuleTransfer:
 
 def read(module: nn.Module, path: str, name: str) -> tuple[Found, Any]:
     """Look up an attribute of the module at ``path`` in ``module``. Returns what it is and, for data, the value."""
+    reply_as_it_is()
     try:
         value = getattr(module.get_submodule(path), name)
     except AttributeError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from backhaul._remote_tensors.on_owner import Description
+from backhaul._rpc.compression import as_it_is
 from backhaul._rref.handle import RRef
 from backhaul._wire.pickling import reducers
 from backhaul.nn import split_owner
@@ -83,7 +84,7 @@ class SplitPart(Impersonates, RemoteModule):
                 "split, or after bh.nn.gather"
             )
         if name in self.__dict__.get("_attributes", ()):
-            with torch.no_grad():
+            with torch.no_grad(), as_it_is():
                 self._ask_owner(split_owner.write, "", name, value)
         else:
             super().__setattr__(name, value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 from backhaul.optim.gradients import one_at_a_time, read
 
@@ -96,6 +97,7 @@ class Local:
 
     def state_dict(self, changes: Sequence[Options] = ()) -> dict[str, Any]:
         """Return the optimizer's state, copied to the CPU because the caller may lack this worker's devices."""
+        reply_as_it_is()
         with one_at_a_time():
             self._set_options(changes)
             state: dict[str, Any] = pytree.tree_map_only(torch.Tensor, _to_cpu, self.optimizer.state_dict())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from backhaul._autograd.api import find_gradients
+from backhaul._rpc.compression import as_it_is
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
@@ -90,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._make = optimizer_class, args, kwargs  # how owners create their optimizers
         self._shares: dict[WorkerInfo, _Share] = {}
         self._count = 0  # parameters
+        self._loads = 0  # how often a state was loaded
         self._lock = threading.Lock()  # guards _known
         self._known: list[Options] = []  # for each group, the options that all its owners have received
         groups = _split(params_rref)
@@ -276,11 +278,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 used += size
             return method_call(share.local, "load_state_dict", {"state": part, "param_groups": groups})
 
-        self._on_all("load_state_dict", load)
+        self._loads += 1
+        with as_it_is():
+            self._on_all("load_state_dict", load)
         for number, group in enumerate(self.param_groups):
             self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}
         with self._lock:
             self._known = [_copy(group) for group in options]
+
+    def _make_again(self, state: Mapping[str, Any]) -> None:
+        """Make the optimizers of all owners anew, with a state: the references are to other parameters now."""
+        groups = [(_options(group), list(group["params"])) for group in self.param_groups]
+        self._shares, self._known, self._count = {}, [], 0
+        self._place(groups)
+        self.load_state_dict(state)
+
+    def _optimizers_here(self) -> set[int]:
+        """The ids of the optimizers of this worker's own share."""
+        shares = self._shares.values()
+        return {id(share.local.local_value().optimizer) for share in shares if share.local.is_owner()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DistributedOptimizer cannot be pickled; save or send its state_dict() instead")
@@ -331,10 +347,11 @@ def _copy(options: Options) -> Options:
 
 
 def _difference(known: Options, now: Options) -> Options:
-    return {name: value for name, value in now.items() if name not in known or not _same(known[name], value)}
+    return {name: value for name, value in now.items() if name not in known or not same_value(known[name], value)}
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two options are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     return bool(one == other)

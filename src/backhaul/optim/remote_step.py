@@ -69,6 +69,10 @@ class RemoteSteps:
                     options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
             self._options.append(options)
 
+    def forget(self) -> None:
+        """Drop the shares of all owners. With the next step, they get parameters, options and state anew."""
+        self._shares, self._numbers, self._listed = {}, {}, []
+
     def step(self) -> None:
         """Step on all owners at once."""
         optimizer = self._optimizer()
@@ -212,6 +216,12 @@ def _with_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     copies = {id(leaf): copy for leaf, copy in zip(remote, fetch(remote), strict=True)}
     state = map_leaves(lambda _, value: copies.get(id(value), value), state_dict["state"])
     return {**state_dict, "state": state}
+
+
+def forget_owners(optimizer: Optimizer) -> None:
+    """Let the next step of an optimizer set up its owners anew: they have lost what they had."""
+    if optimizer in _steps:
+        _steps[optimizer].forget()
 
 
 _handle: Any = None

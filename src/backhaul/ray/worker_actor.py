@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from backhaul._rpc.api import shutdown
+from backhaul._rpc.ending import shutdown
 from backhaul.ray.directory import find_directory
 from backhaul.ray.library import find_ray
 from backhaul.ray.membership import join_members

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
 from backhaul._launch.pipe_store import PipeStore, Table
+from backhaul._rpc.cluster.addressing import AddressOffer
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.rendezvous import StoreRendezvous
 from backhaul.errors import RendezvousError
@@ -46,8 +47,8 @@ def stores(count: int) -> Iterator[list[PipeStore]]:
             pipe.close()
 
 
-def record(rank: int, name: str) -> WorkerRecord:
-    return WorkerRecord(rank, name, "1", "here", ("unix:@x",), "", 1)
+def offer(rank: int, name: str) -> AddressOffer:
+    return AddressOffer(WorkerRecord(rank, name, "1", "here", ("unix:@x",), "", 1))
 
 
 def test_a_wait_returns_when_all_keys_are_there() -> None:
@@ -69,18 +70,18 @@ def test_everyone_meets_twice() -> None:
         for _ in range(2):
             rendezvous = [StoreRendezvous(store, rank, 3, 30.0) for rank, store in enumerate(all_stores)]
             secrets: list[bytes] = []
-            found: list[list[WorkerRecord]] = []
+            found: list[list[AddressOffer]] = []
 
-            def meet(rank: int, at: StoreRendezvous, secrets: list[bytes], found: list[list[WorkerRecord]]) -> None:
+            def meet(rank: int, at: StoreRendezvous, secrets: list[bytes], found: list[list[AddressOffer]]) -> None:
                 secrets.append(at.agree_on_secret(None))
-                found.append(at.exchange(record(rank, f"worker{rank}")))
+                found.append(at.exchange(offer(rank, f"worker{rank}")))
 
             threads = [threading.Thread(target=meet, args=(r, m, secrets, found)) for r, m in enumerate(rendezvous)]
             with ExitStack() as ends:
                 for thread in threads:
                     thread.start()
                     ends.callback(thread.join)
-            assert found == [[record(rank, f"worker{rank}") for rank in range(3)]] * 3
+            assert found == [[offer(rank, f"worker{rank}") for rank in range(3)]] * 3
             assert len(set(secrets)) == 1
 
 
@@ -88,7 +89,7 @@ def test_missing_ranks_are_named_and_late_answers_are_ignored() -> None:
     with stores(3) as (first, second, _):
         second.set("backhaul/1/arrival/1", "here")
         with pytest.raises(RendezvousError, match=r"waited 0.05 s .*: 1 of 3 did not come: ranks 2"):
-            StoreRendezvous(first, 0, 3, 0.05).exchange(record(0, "worker0"))
+            StoreRendezvous(first, 0, 3, 0.05).exchange(offer(0, "worker0"))
         second.set("backhaul/1/arrival/2", "late")
         assert first.multi_get(["backhaul/1/arrival/1"]) == [b"here"]
 

@@ -55,6 +55,7 @@ class Engine:
         new_number: Returns the number of another pass of this driver.
         latest_pass: The number of the pass that this worker started last.
         passes_ended: How many passes of this worker have ended.
+        undoing: How many blocks of this worker restore ``.grad`` after a failed pass: no task may add to it then.
         release: Ends a context, see ``ContextRelease.release``.
         name_of, post, report: See ``PassMessenger``.
     """
@@ -71,6 +72,7 @@ class Engine:
         self.new_number = self._numbers.new
         self.latest_pass = 0
         self.passes_ended = 0
+        self.undoing = 0
         self._count_ended: Callable[[], int] = itertools.count(1).__next__
         self._messenger = PassMessenger(worker, node.client, self.container)
         self.name_of, self.post, self.report = self._messenger.name_of, self._messenger.post, self._messenger.report
@@ -95,6 +97,7 @@ class Engine:
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = release.tell_again
+        node.heartbeat.waits.append(self._awaited)
 
     def attach(self) -> None:
         """Make this the engine of its worker."""
@@ -102,6 +105,10 @@ class Engine:
         engines[self.container.plain.mark] = self
         self.worker.counters["num_autograd_contexts"] = lambda: len(self.container)
         self.worker.counters["num_current_backward_passes"] = lambda: len(self.drivers)
+
+    def _awaited(self) -> set[int]:
+        """The ids of the workers whose gradients or reports the passes of this worker wait for."""
+        return {worker for driver in list(self.drivers.values()) for worker in driver.ledger.outstanding.values()}
 
     def _graph_of(self, spec: PassSpec) -> PassGraph:
         return self._receiver.local_pass_of(self.container.get(spec.context), spec).groups.graph
@@ -185,7 +192,7 @@ class Engine:
                 driver.run(seeds, timeout)
             except BaseException:  # also an interrupt of the user
                 driver.abort()
-                if context.replay is not None:
+                if context.replay is not None or self.undoing:
                     self.recovery.await_idle(share)
                 raise
             finally:

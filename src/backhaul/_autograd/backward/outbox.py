@@ -16,7 +16,9 @@ from backhaul._autograd.ids import MessageId
 from backhaul._autograd.messages import AutogradKind, AutogradNote, Gradients, PassSpec
 from backhaul._devices import seam
 from backhaul._rpc.calls.pending_call import check_size
+from backhaul._rpc.calls.send_pacing import SendPacing
 from backhaul._rpc.cluster.peers import Peer, Peers
+from backhaul._rpc.compression import LEAST_COMPRESSED
 from backhaul._runtime.observer import GradientKey, Observer
 from backhaul._transport.base import ChannelClosedError
 from backhaul._wire.call_frames import encode_values
@@ -60,10 +62,11 @@ class GradientOutbox:
         self._worker = worker
         self._peers = peers
         self._container = container
+        self._pacing = SendPacing()  # of gradients that are sent while the engine goes on
 
-    def send_all(self, share: LocalPass, found: Iterable[Answers]) -> None:
-        """Send gradients to the senders of their messages, at once. The caller has called ``StreamOrder.depart``.
-        Raises ``PeerLostError``, or what encoding raised.
+    def send_all(self, share: LocalPass, found: Iterable[Answers], *, soon: bool = False) -> None:
+        """Send gradients to the senders of their messages, at once, or small ones ``soon``. The caller has called
+        ``StreamOrder.depart``. Raises ``PeerLostError``, or what encoding raised.
         """
         spec = share.spec
         for answers in found:
@@ -74,7 +77,7 @@ class GradientOutbox:
                 count <= TOGETHER and nbytes + _DESCRIPTION_BYTES * count <= _MAX_PARCEL_BYTES and not peer.plain
             )
             if one_frame and not (spec.profiles or spec.create) and _is_on_host(peer):
-                self._send(share, peer, messages, counts, grads)
+                self._send(share, peer, messages, counts, grads, soon=soon)
             else:
                 parcels: Parcels = {}
                 self._put(share, peer, answers, parcels)
@@ -91,9 +94,15 @@ class GradientOutbox:
             self._send(share, parcel.peer, parcel.messages, parcel.counts, parcel.grads)
 
     def send(self, share: LocalPass, recv: Recv, grads: Grads) -> None:
-        """Send the gradients of one message at once."""
+        """Send the gradients of one message while the engine goes on. If many follow each other closely, they go out
+        together, as calls do.
+        """
         seam.streams.depart()
-        self.send_all(share, (answers_of((recv, grads)),))
+        now, pacing = self._worker.runtime.now(), self._pacing
+        soon = pacing.holds_back(now)
+        self.send_all(share, (answers_of((recv, grads)),), soon=soon)
+        if soon and pacing.ends_window(now):
+            self._worker.endpoint.flush()
 
     def _put(self, share: LocalPass, peer: Peer, answers: Answers, parcels: Parcels) -> None:
         observer = self._worker.observer if share.spec.profiles else None
@@ -141,13 +150,15 @@ class GradientOutbox:
         messages: list[MessageId],
         counts: list[int],
         grads: Grads,
+        *,
+        soon: bool = False,
     ) -> None:
         if share.failed:
             raise aborted(share.spec)
         # No two messages may get one tensor: the receiver makes gradients of leaves of them.
         apart = len(messages) > 1
         encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, None, apart)
-        self._send_encoded(share, peer, messages, counts, encoded)
+        self._send_encoded(share, peer, messages, counts, encoded, soon=soon)
 
     def _send_alone(self, share: LocalPass, peer: Peer, answers: Answers, observer: Observer | None) -> None:
         """Send the gradients of one message: they are part of the graph, on a device, or part of a profile."""
@@ -162,7 +173,7 @@ class GradientOutbox:
         # In device memory, gradients go back the way that their message came.
         link = peer.link.request(peer.channel) if recv.replied else peer.link.answer(peer.channel)
         grads = answers.grads
-        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, link)
+        encoded = encode_values(grads, ["a gradient"] * len(grads), False, peer.plain, link, False)
         note = None
         if spec.create and any(tensor.requires_grad for tensor in encoded.tensors):
             note = record_send(
@@ -191,13 +202,20 @@ class GradientOutbox:
         *,
         note: AutogradNote | None = None,
         begun: int = 0,
+        soon: bool = False,
     ) -> None:
-        """Send the frame of gradients. ``begun``: when its encoding began, if a profile records it."""
+        """Send the frame of gradients. ``begun``: when its encoding began, if a profile records it. ``soon``: others
+        follow, so it may wait for them.
+        """
         tally, now = share.depart(peer.record.id, few=peer.plain)
         body = pack(Gradients(share.spec, messages, counts, encoded.payload, note, tally))
         frame = Frame(AutogradKind.GRADIENT, 0, body, encoded.buffers, encoded.keep)
-        if peer.plain:
-            check_size(frame, peer, "a message of gradients")
+        if peer.examined:
+            if peer.plain:
+                check_size(frame, peer, "a message of gradients")
+            if frame.nbytes > LEAST_COMPRESSED and (smaller := peer.compression.of_gradients(encoded)) is not None:
+                body = pack(Gradients(share.spec, messages, counts, smaller.payload, note, tally))
+                frame = Frame(AutogradKind.GRADIENT, 0, body, smaller.buffers, smaller.keep)
         observer = self._worker.observer if begun else None
         if observer is not None:
             spec = share.spec
@@ -207,7 +225,7 @@ class GradientOutbox:
             if encoded.lease is not None or peer.link is not seam.NO_LINK:
                 peer.link.depart_with(() if encoded.lease is None else (encoded.lease,), channel)
             left = None if share.deadline is None else max(share.deadline - self._worker.runtime.now(), 0.0)
-            if now:
+            if now and not soon:
                 channel.send(frame, timeout=left)
             else:
                 share.flush_later(channel)

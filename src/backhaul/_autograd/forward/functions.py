@@ -198,7 +198,7 @@ def _claim(recvs: list[Recv], retain: bool, spent: list[Spent]) -> PlainRecv | N
 claim: Callable[[list[Recv], bool, list[Spent]], PlainRecv | None] = _claim if core is None else core.claim
 
 if core is not None:
-    core.set_names(MARK, PlainRecv, GradientEdge)
+    core.connect(mark=MARK, plain_recv=PlainRecv, gradient_edge=GradientEdge)
 
 _cut_node = BoundaryNode(
     "this graph reaches back to a tensor that was received outside any context, so no gradient can go back to its "

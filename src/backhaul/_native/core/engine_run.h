@@ -43,8 +43,6 @@ class OnThisThread {
   const bool before_;
 };
 
-inline bool is_ordinary(const at::Tensor& tensor) { return has_ordinary_keys(tensor); }
-
 // Whether nobody looks at a node that does not run. Hooks of tensors are called nevertheless.
 inline bool is_unhooked(const Node& node) { return node.pre_hooks().empty() && node.post_hooks().empty(); }
 
@@ -68,35 +66,20 @@ inline bool is_sole(at::Tensor& tensor) {
 // Whether nothing else refers to a gradient or to its memory, so that its only owner may change it in place.
 inline bool is_own(at::Tensor& grad) {
   if (grad.layout() == at::kSparse) return !grad.requires_grad() && is_sole(grad);  // its parts belong to it alone
-  return is_ordinary(grad) && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense() &&
+  return has_ordinary_keys(grad) && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense() &&
          !grad.requires_grad() && is_sole(grad);
 }
 
-// Gradients of leaves that are still to be added, as an object of Python's.
+// Gradients of leaves that are still to be added.
 struct LeafGradients {
   struct Sum {
     at::Tensor leaf, grad;
     bool own;  // only this object refers to the memory of the gradient
   };
 
-  PyObject_HEAD
   std::vector<Sum> sums;
 
   static PyTypeObject type;
-
-  static LeafGradients* make() {
-    auto* made = PyObject_New(LeafGradients, &type);
-    if (!made) throw PythonError();
-    new (&made->sums) std::vector<Sum>();
-    return made;
-  }
-
-  static std::vector<Sum>& of(PyObject* self) { return reinterpret_cast<LeafGradients*>(self)->sums; }
-
-  static void dealloc(PyObject* self) {
-    of(self).~vector();
-    PyObject_Free(self);
-  }
 
   // Adds a gradient that came in a message.
   void add(const at::Tensor& leaf, const at::Tensor& grad) {
@@ -115,85 +98,66 @@ struct LeafGradients {
 
   // Takes what `work` does not take, as [(leaf, gradient, whether other code may see its memory), ...].
   template <class Work>
-  static PyObject* take(PyObject* self, Work work) {
-    try {
-      HANDLE_TH_ERRORS
-      at::NoGradGuard no_grad;
-      std::vector<Sum> sums = std::move(of(self));
-      of(self).clear();
-      Object left;
-      for (Sum& sum : sums) {
-        if (work(sum)) continue;
-        if (!left) left = Object(PyList_New(0));
-        const Object leaf(THPVariable_Wrap(sum.leaf)), grad(THPVariable_Wrap(sum.grad));
-        const Object item(PyTuple_Pack(3, leaf.get(), grad.get(), sum.own ? Py_False : Py_True));
-        if (PyList_Append(left.get(), item.get())) throw PythonError();
-      }
-      if (!left) Py_RETURN_NONE;
-      return left.release();
-      END_HANDLE_TH_ERRORS
-    } catch (const PythonError&) {
-      return nullptr;
+  Object take(Work work) {
+    at::NoGradGuard no_grad;
+    std::vector<Sum> all = std::exchange(sums, {});
+    Object left;
+    for (Sum& sum : all) {
+      if (work(sum)) continue;
+      if (!left) left = Object(PyList_New(0));
+      const Object leaf(THPVariable_Wrap(sum.leaf)), grad(THPVariable_Wrap(sum.grad));
+      append(left.get(), Object(PyTuple_Pack(3, leaf.get(), grad.get(), sum.own ? Py_False : Py_True)).get());
     }
+    return left ? std::move(left) : none();
   }
 
   // Leaves all of them to Python.
-  static PyObject* rest(PyObject* self, PyObject*) {
-    return take(self, [](Sum&) { return false; });
+  Object rest() {
+    return take([](Sum&) { return false; });
   }
 
   // Adds to `.grad`, as accumulation nodes do. The caller holds the lock of `grad_writers`.
-  static PyObject* add_to_grad(PyObject* self, PyObject*) {
-    return take(self, [](Sum& sum) {
+  Object add_to_grad() {
+    return take([](Sum& sum) {
       at::Tensor& grad = sum.leaf.mutable_grad();
-      if (!is_ordinary(sum.grad) || sum.grad.requires_grad()) return false;
+      if (!has_ordinary_keys(sum.grad) || sum.grad.requires_grad()) return false;
       if (!grad.defined()) {
         if (sum.own && torch::autograd::utils::obeys_layout_contract(sum.grad, sum.leaf)) grad = std::move(sum.grad);
         else grad = torch::autograd::utils::clone_obey_contract(sum.grad, sum.leaf);
         return true;
       }
-      if (!is_ordinary(grad) || grad.requires_grad() || sum.grad.numel() > SMALL_NUMEL) return false;
+      if (!has_ordinary_keys(grad) || grad.requires_grad() || sum.grad.numel() > SMALL_NUMEL) return false;
       grad.add_(sum.grad);
       return true;
     });
   }
 
   // Adds to the gradients of a context, out of place. The caller holds its lock.
-  static PyObject* add_to_table(PyObject* self, PyObject* table) {
-    if (!PyDict_CheckExact(table)) return PyErr_SetString(PyExc_TypeError, "the table must be a dict"), nullptr;
-    return take(self, [table](Sum& sum) {
-      if (!is_ordinary(sum.grad)) return false;
+  Object add_to_table(PyObject* table) {
+    if (!PyDict_CheckExact(table)) raise(PyExc_TypeError, "the table must be a dict");
+    return take([table](Sum& sum) {
+      if (!has_ordinary_keys(sum.grad)) return false;
       const Object leaf(THPVariable_Wrap(sum.leaf));
-      PyObject* before = PyDict_GetItemWithError(table, leaf.get());
-      if (!before && PyErr_Occurred()) throw PythonError();
-      if (before) {
-        if (!THPVariable_CheckExact(before) || !is_ordinary(THPVariable_Unpack(before))) return false;
+      if (PyObject* before = find_item(table, leaf.get())) {
+        if (!THPVariable_CheckExact(before) || !has_ordinary_keys(THPVariable_Unpack(before))) return false;
         sum.grad = at::add(THPVariable_Unpack(before), sum.grad);
       } else if (!sum.own) {
         sum.grad = sum.grad.clone();
       }
-      const Object grad(THPVariable_Wrap(std::move(sum.grad)));
-      if (PyDict_SetItem(table, leaf.get(), grad.get())) throw PythonError();
+      set_item(table, leaf.get(), Object(THPVariable_Wrap(std::move(sum.grad))).get());
       return true;
     });
   }
 };
 
 inline PyMethodDef leaf_gradients_methods[] = {
-    {"rest", LeafGradients::rest, METH_NOARGS, "What Python has to add: all, or None if there are none."},
-    {"add_to_grad", LeafGradients::add_to_grad, METH_NOARGS, "Add to `.grad`. Returns what Python has to add, or None."},
-    {"add_to_table", LeafGradients::add_to_table, METH_O, "Add to a dict. Returns what Python has to add, or None."},
+    method<&LeafGradients::rest>("rest", "What Python has to add: all, or None if there are none."),
+    method<&LeafGradients::add_to_grad>("add_to_grad", "Add to `.grad`. Returns what Python has to add, or None."),
+    method<&LeafGradients::add_to_table>("add_to_table", "Add to a dict. Returns what Python has to add, or None."),
     {},
 };
-
-inline PyTypeObject LeafGradients::type = {
-    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0).tp_name = "backhaul.LeafGradients",
-    .tp_basicsize = sizeof(LeafGradients),
-    .tp_dealloc = LeafGradients::dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Gradients of leaves that are still to be added.",
-    .tp_methods = leaf_gradients_methods,
-};
+inline PyTypeObject LeafGradients::type = boxed_type<LeafGradients>(
+    "backhaul.LeafGradients", "Gradients of leaves that are still to be added.", leaf_gradients_methods);
 
 // A message that a run answers.
 struct Message {
@@ -212,13 +176,9 @@ struct Message {
   }
 
   Object grads() const {
-    Object list(PyList_New(static_cast<Py_ssize_t>(found.size())));
-    for (size_t i = 0; i < found.size(); ++i) {
-      PyObject* grad = found[i].defined() ? THPVariable_Wrap(found[i]) : Py_NewRef(Py_None);
-      if (!grad) throw PythonError();
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), grad);
-    }
-    return list;
+    return list_of(found.size(), [&](size_t i) {
+      return found[i].defined() ? Object(THPVariable_Wrap(found[i])) : none();
+    });
   }
 };
 
@@ -232,9 +192,10 @@ struct Answers {
   void add(const Message& message, PyObject* id) {
     const Object count(PyLong_FromSize_t(message.found.size())), found = message.grads();
     const Py_ssize_t end = PyList_GET_SIZE(grads.get());
-    if (PyList_Append(recvs.get(), message.recv) || PyList_Append(messages.get(), id) ||
-        PyList_Append(counts.get(), count.get()) || PyList_SetSlice(grads.get(), end, end, found.get()))
-      throw PythonError();
+    append(recvs.get(), message.recv);
+    append(messages.get(), id);
+    append(counts.get(), count.get());
+    if (PyList_SetSlice(grads.get(), end, end, found.get())) throw PythonError();
     for (const at::Tensor& each : message.found)
       if (each.defined()) nbytes += size_of(each);
   }
@@ -242,14 +203,14 @@ struct Answers {
   // About what a gradient takes in a frame. One that is not ordinary goes alone.
   static int64_t size_of(const at::Tensor& grad) {
     constexpr int64_t large = int64_t{1} << 40;
-    if (!is_ordinary(grad)) return large;
+    if (!has_ordinary_keys(grad)) return large;
     const bool expanded = std::all_of(grad.strides().begin(), grad.strides().end(), [](int64_t s) { return s == 0; });
     return static_cast<int64_t>(grad.element_size()) * (expanded ? 1 : grad.numel());
   }
 
-  Object finish(long long worker) const {
-    return Object(Py_BuildValue("(LOOOOL)", worker, recvs.get(), messages.get(), counts.get(), grads.get(),
-                                static_cast<long long>(nbytes)));
+  Object finish(int64_t worker) const {
+    return Object(Py_BuildValue("(LOOOOL)", static_cast<long long>(worker), recvs.get(), messages.get(), counts.get(),
+                                grads.get(), static_cast<long long>(nbytes)));
   }
 };
 
@@ -322,26 +283,26 @@ class EngineRun {
   // `counts[i]` of the gradients belong to `sources[i]`: a source, or the id of a message in `records`. Throws `NotMine`
   // unless this core may run all of them. `send(recv, grads)` sends gradients of sources with more than `most_nodes`
   // nodes as soon as they have arrived. `forget`: from now on others need not look for these sources.
-  EngineRun(SourceIndex* index, PyObject* records, PyObject* sources, PyObject* counts, PyObject* grads,
+  EngineRun(SourceIndex& index, PyObject* records, PyObject* sources, PyObject* counts, PyObject* grads,
             Py_ssize_t most_nodes, PyObject* send, bool forget)
-      : sums_(reinterpret_cast<PyObject*>(LeafGradients::make())), send_(send) {
-    index->update();
+      : sums_(Box<LeafGradients>::make()), send_(send) {
+    index.update();
     // Hooks of a leaf must see the sum of all its gradients. With one source there is nothing to add.
-    const bool hooks_allowed = index->size == 1;
+    const bool hooks_allowed = index.size == 1;
     std::unordered_set<Node*> leaves;
     std::unordered_set<Source*> seen;
     Py_ssize_t used = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); ++i) {
-      Source& source = find(records, PyList_GET_ITEM(sources, i));
-      if (source.index != index || !source.alone() || !seen.insert(&source).second) throw NotMine();
+    for (size_t i = 0; i < size_of(sources); ++i) {
+      Source& source = find(records, item_of(sources, i));
+      if (&source.index != &index || !source.alone() || !seen.insert(&source).second) throw NotMine();
       for (Node* node : source.leaves) {
         if (!leaves.insert(node).second) continue;
         const auto& leaf = static_cast<AccumulateGrad&>(*node);
-        if (!is_ordinary(leaf.variable)) throw NotMine();
+        if (!has_ordinary_keys(leaf.variable)) throw NotMine();
         if (leaf.variable.requires_grad() && !adds_only(leaf)) hooked_ = true;
       }
       if (hooked_ && !hooks_allowed) throw NotMine();
-      const Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, i));
+      const Py_ssize_t count = PyLong_AsSsize_t(item_of(counts, i));
       if (count < 0 || count > PyList_GET_SIZE(grads) - used || static_cast<size_t>(count) > source.edges.size())
         throw NotMine();
       for (Py_ssize_t place = 0; place < count; ++place, ++used)
@@ -351,7 +312,7 @@ class EngineRun {
     }
     for (Node* leaf : leaves) outputs_.emplace_back(hold(leaf), 0);
     for (Source* source : seen)
-      if (forget) index->remove(*source);
+      if (forget) index.remove(*source);
   }
 
   // Runs the engine. `runs` counts the runs under way, with this one. Returns (gradients of leaves, whether hooks or
@@ -384,13 +345,10 @@ class EngineRun {
  private:
   static Source& find(PyObject* records, PyObject* object) {
     static PyObject* name = interned("source");
-    if (Py_TYPE(object) == &Source::type) return *Source::of(object);
-    PyObject* record = PyDict_GetItemWithError(records, object);
-    if (!record && PyErr_Occurred()) throw PythonError();
+    if (Box<Source>::holds(object)) return Box<Source>::of(object);
+    PyObject* record = find_item(records, object);
     if (!record) throw NotMine();
-    const Object source(PyObject_GetAttr(record, name));  // which the record keeps
-    if (Py_TYPE(source.get()) != &Source::type) throw NotMine();
-    return *Source::of(source.get());
+    return unbox<Source>(Object(PyObject_GetAttr(record, name)).get());  // the record keeps it
   }
 
   // A gradient that has arrived at an edge.
@@ -403,7 +361,7 @@ class EngineRun {
       const auto& node = static_cast<AccumulateGrad&>(*edge.function);
       if (!node.variable.requires_grad()) return;  // frozen since the forward: its gradient is dropped
       if (adds_only(node)) {
-        if (!is_ordinary(grad) || !grad.sizes().equals(node.variable.sizes()) ||
+        if (!has_ordinary_keys(grad) || !grad.sizes().equals(node.variable.sizes()) ||
             grad.scalar_type() != node.variable.scalar_type())
           throw NotMine();
         arrived_.push_back({node.variable, grad});
@@ -429,7 +387,7 @@ class EngineRun {
   // Adds the gradients that have arrived at leaves.
   void add_seeds() {
     at::NoGradGuard no_grad;
-    for (const auto& [leaf, grad] : arrived_) reinterpret_cast<LeafGradients*>(sums_.get())->add(leaf, grad);
+    for (const auto& [leaf, grad] : arrived_) Box<LeafGradients>::of(sums_.get()).add(leaf, grad);
   }
 
   void take_leaves(variable_list& found) {
@@ -440,28 +398,25 @@ class EngineRun {
       if (!found[i].defined() || !leaf.requires_grad()) continue;
       at::Tensor grad = std::move(found[i]);
       const bool own = is_own(grad);
-      LeafGradients::of(sums_.get()).push_back({leaf, std::move(grad), own});
+      Box<LeafGradients>::of(sums_.get()).sums.push_back({leaf, std::move(grad), own});
     }
   }
 
   Object answer(const variable_list& found, PyObject* produced) {
     static PyObject *sender = interned("sender"), *id = interned("message");
-    std::vector<std::pair<long long, Answers>> by_worker;
+    std::vector<std::pair<int64_t, Answers>> by_worker;
     size_t used = 0;
     for (Message& message : messages_) {
       for (size_t i = 0; i < message.places.size(); ++i) message.take(i, found[used++]);
-      const long long worker = number_of(message.recv, sender);
+      const int64_t worker = number_of(message.recv, sender);
       const Object to(PyLong_FromLongLong(worker)), number(PyObject_GetAttr(message.recv, id));
-      if (PyDict_SetItem(produced, number.get(), to.get())) throw PythonError();
+      set_item(produced, number.get(), to.get());
       if (message.sent) continue;
       auto known = std::find_if(by_worker.begin(), by_worker.end(), [&](const auto& one) { return one.first == worker; });
       if (known == by_worker.end()) known = by_worker.emplace(by_worker.end(), worker, Answers());
       known->second.add(message, number.get());
     }
-    Object list(PyList_New(static_cast<Py_ssize_t>(by_worker.size())));
-    for (size_t i = 0; i < by_worker.size(); ++i)
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), by_worker[i].second.finish(by_worker[i].first).release());
-    return list;
+    return list_of(by_worker.size(), [&](size_t i) { return by_worker[i].second.finish(by_worker[i].first); });
   }
 
   Object sums_;

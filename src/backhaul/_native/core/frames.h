@@ -45,17 +45,18 @@ struct Header {
 
 // Copies of the buffers of a frame, whose lengths are at `table`; null if the table contradicts the header.
 inline Object cut_buffers(const char* table, const char* at, const Header& header) {
-  Object buffers(PyList_New(header.buffers));
+  std::vector<uint64_t> lengths(header.buffers);
+  if (!lengths.empty()) std::memcpy(lengths.data(), table, 8 * lengths.size());
   uint64_t unused = header.payload;
-  for (size_t i = 0; i < header.buffers; ++i) {
-    uint64_t length;
-    std::memcpy(&length, table + 8 * i, 8);
+  for (const uint64_t length : lengths) {
     if (length > unused) return {};
-    put(buffers.get(), i, Object(PyByteArray_FromStringAndSize(at, static_cast<Py_ssize_t>(length))));
-    at += length;
     unused -= length;
   }
-  return unused ? Object() : std::move(buffers);
+  if (unused) return {};
+  return list_of(lengths.size(), [&](size_t i) {
+    const char* start = std::exchange(at, at + lengths[i]);
+    return Object(PyByteArray_FromStringAndSize(start, static_cast<Py_ssize_t>(lengths[i])));
+  });
 }
 
 // Appends to `frames` those that are whole in `memory` from `start` on. Returns where the first of the others begins,
@@ -78,7 +79,7 @@ inline size_t cut_frames(PyObject* frames, std::string_view memory, size_t start
     const Object body(PyByteArray_FromStringAndSize(message, header.body));
     PyObject* arguments[] = {kind.get(), number.get(), body.get(), buffers.get()};
     const Object frame(PyObject_Vectorcall(frame_type, arguments, 4, nullptr));
-    if (PyList_Append(frames, frame.get())) throw PythonError();
+    append(frames, frame.get());
     start += size;
   }
   return start;
@@ -122,8 +123,21 @@ class FrameWriter {
   Header header_;
 };
 
-// The bytes of a frame without slots whose buffers are small; null for others.
-inline Object join_frame(uint8_t kind, uint64_t number, PyObject* body, PyObject* buffers) {
+// cut_frames(frames, memory, start, end, limit, most_buffers) -> new start
+inline Object cut_memory(PyObject* frames, PyObject* memory, PyObject* start, PyObject* end, PyObject* limit,
+                         PyObject* most_buffers) {
+  const View view(memory);
+  const size_t from = size_in(start), to = size_in(end);
+  if (!PyList_CheckExact(frames) || to > view.size() || from > to || !frame_type)
+    raise(PyExc_ValueError, "cut_frames needs a list, and a part of the memory");
+  const std::string_view whole(view.data(), to);
+  return Object(PyLong_FromSize_t(cut_frames(frames, whole, from, size_in(limit), size_in(most_buffers))));
+}
+
+// join_frame(kind, number, body, buffers) -> the bytes of a frame without slots whose buffers are small; None for others
+inline Object join_frame(PyObject* kind, PyObject* number, PyObject* body, PyObject* buffers) {
+  const size_t code = size_in(kind);
+  if (code > UINT8_MAX || !is_sequence(buffers)) throw NotMine();
   const View message(body);
   std::vector<std::unique_ptr<View>> views;
   std::vector<std::string_view> bytes;
@@ -132,9 +146,9 @@ inline Object join_frame(uint8_t kind, uint64_t number, PyObject* body, PyObject
     views.push_back(std::make_unique<View>(item_of(buffers, i)));
     bytes.push_back(views.back()->bytes());
     payload += bytes.back().size();
-    if (payload > MAX_JOINED_BYTES) return {};
+    if (payload > MAX_JOINED_BYTES) throw NotMine();
   }
-  return FrameWriter(kind, number, message.bytes(), bytes).join();
+  return FrameWriter(static_cast<uint8_t>(code), size_in(number), message.bytes(), bytes).join();
 }
 
 }  // namespace backhaul

@@ -38,7 +38,7 @@ inline at::Tensor behind_boundary(const at::Tensor& tensor, const std::string& m
   const NodePointer node = make_node<NodePointer>(message);
   torch::autograd::set_history(made, node);
   auto* metadata = static_cast<torch::autograd::PyAnomalyMetadata*>(node->metadata());
-  if (PyDict_SetItem(metadata->dict(), key, mark)) throw PythonError();
+  set_item(metadata->dict(), key, mark);
   return made;
 }
 
@@ -55,11 +55,13 @@ inline bool share_nothing(PyObject* tensors) {
   return true;
 }
 
-// The tensors of a message, with those at `positions` recorded under the marks (recv, 0), (recv, 1), ... Throws
-// `NotMine` for tensors that are not ordinary or share memory, and for positions that are not all different.
-inline Object record_received(PyObject* tensors, PyObject* positions, PyObject* recv, PyObject* key,
-                              const std::string& message) {
-  if (!share_nothing(tensors)) throw NotMine();
+// record_received(tensors, positions, recv, key, text) -> the tensors of a message, with those at `positions` recorded
+// under the marks (recv, 0), (recv, 1), ... Throws `NotMine` for tensors that are not ordinary or share memory, and for
+// positions that are not all different.
+inline Object record_received(PyObject* tensors, PyObject* positions, PyObject* recv, PyObject* key, PyObject* text) {
+  if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(positions) || !share_nothing(tensors)) throw NotMine();
+  const char* message = PyUnicode_AsUTF8(text);
+  if (!message) throw PythonError();
   Object list(PyList_GetSlice(tensors, 0, PyList_GET_SIZE(tensors)));
   for (size_t i = 0; i < size_of(positions); ++i) {
     const Py_ssize_t place = PyLong_AsSsize_t(item_of(positions, i));

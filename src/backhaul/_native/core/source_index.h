@@ -28,28 +28,21 @@ struct Names {
 };
 inline Names names;
 
-inline PyObject* interned(const char* text) {
-  PyObject* made = PyUnicode_InternFromString(text);
-  if (!made) throw PythonError();
-  return made;
-}
-
 inline bool is_leaf(const Node& node) { return typeid(node) == typeid(AccumulateGrad); }
 
 // The mark (recv, index) of a node; null if it is no recv node. Borrowed: the node keeps it.
 inline PyObject* mark_of(Node& node) {
   if (typeid(node) != typeid(Error)) return nullptr;
   auto* metadata = static_cast<PyAnomalyMetadata*>(node.metadata());
-  PyObject* mark = PyDict_GetItemWithError(metadata->dict(), names.mark);
-  if (!mark && PyErr_Occurred()) throw PythonError();
+  PyObject* mark = find_item(metadata->dict(), names.mark);
   return mark && PyTuple_Check(mark) && PyTuple_GET_SIZE(mark) == 2 ? mark : nullptr;
 }
 
-inline long long number_of(PyObject* object, PyObject* name) {
-  const Object value(PyObject_GetAttr(object, name));
-  const long long number = PyLong_AsLongLong(value.get());
-  if (number == -1 && PyErr_Occurred()) throw PythonError();
-  return number;
+// Whether a message came outside contexts.
+inline bool is_plain(PyObject* recv) { return reinterpret_cast<PyObject*>(Py_TYPE(recv)) == names.plain_recv; }
+
+inline int64_t number_of(PyObject* object, PyObject* name) {
+  return integer_of(Object(PyObject_GetAttr(object, name)).get());
 }
 
 // A message that a source reaches, and the nodes of its tensors. All are borrowed: the graph keeps them.
@@ -63,59 +56,47 @@ struct SourceIndex;
 // Where gradients enter: the edges of the tensors of a message, or the roots of a pass. Python's object of a send record
 // holds it. All fields are used by the thread that holds the interpreter lock.
 struct Source {
-  PyObject_HEAD
-  SourceIndex* index;  // a reference
-  edge_list edges;
-  bool indexed, walked, ordinary;   // ordinary: it reaches no message of another context
-  size_t place;                     // among the sources that are not walked
+  edge_list edges;  // the first, so that it is destroyed last: destructors of the graph may run any code
+  Object owner;     // of the index
+  SourceIndex& index;
+  bool indexed = true, walked = false;
+  bool ordinary = false;             // it reaches no message of another context
+  size_t place = 0;                  // among the sources that are not walked
   std::vector<Node*> nodes, leaves;  // those it has reached first; without leaves and recv nodes; all leaves
   std::vector<Node*> recv_nodes;
   std::vector<ReachedMessage> messages;
   std::set<Source*> stops, stoppers;  // sources whose nodes or messages it has met; those which have met its own
 
   static PyTypeObject type;
-  static Source* of(PyObject* self) { return reinterpret_cast<Source*>(self); }
-  static PyObject* make(SourceIndex* index, edge_list edges);
-  static void dealloc(PyObject* self);
-  static PyObject* ends(PyObject* self, PyObject*);
+
+  Source(PyObject* index, edge_list edges);
+  Source(const Source&) = delete;
+  Source& operator=(const Source&) = delete;
+  ~Source();
 
   // Whether another source may have to run with it. Only after `SourceIndex::update`.
   bool alone() const { return ordinary && stops.empty() && stoppers.empty(); }
+
+  Object ends();
 };
 
 // The sources of one context. Each source is walked once, as far as no other source has been before. Like the sources, it
 // is used by the thread that holds the interpreter lock, and calls nothing that releases the lock.
 struct SourceIndex {
-  PyObject_HEAD
-  unsigned long long mark;  // of the context; negative ones modulo 2^64
+  const unsigned long long mark;             // of the context; negative ones modulo 2^64
   std::unordered_map<Node*, Source*> owner;  // the source that has reached a node first
   std::unordered_map<PyObject*, Source*> owner_of_message;
   std::vector<Source*> pending;  // not walked yet
-  size_t size;                   // how many sources there are
+  size_t size = 0;               // how many sources there are
 
   static PyTypeObject type;
-  static SourceIndex* of(PyObject* self) { return reinterpret_cast<SourceIndex*>(self); }
 
-  static PyObject* make(PyTypeObject* kind, PyObject* arguments, PyObject*) {
+  explicit SourceIndex(unsigned long long mark) : mark(mark) {}
+
+  static PyObject* make(PyTypeObject*, PyObject* arguments, PyObject*) {
     PyObject* number;
     if (!PyArg_ParseTuple(arguments, "O!", &PyLong_Type, &number)) return nullptr;
-    const unsigned long long mark = PyLong_AsUnsignedLongLongMask(number);
-    auto* made = PyObject_New(SourceIndex, kind);
-    if (!made) return nullptr;
-    made->mark = mark;
-    made->size = 0;
-    new (&made->owner) decltype(made->owner)();
-    new (&made->owner_of_message) decltype(made->owner_of_message)();
-    new (&made->pending) decltype(made->pending)();
-    return reinterpret_cast<PyObject*>(made);
-  }
-
-  static void dealloc(PyObject* self) {
-    SourceIndex* index = of(self);
-    index->owner.~unordered_map();
-    index->owner_of_message.~unordered_map();
-    index->pending.~vector();
-    PyObject_Free(self);
+    return guarded([&] { return Box<SourceIndex>::make(PyLong_AsUnsignedLongLongMask(number)); });
   }
 
   // Walks the sources that are new.
@@ -222,112 +203,58 @@ struct SourceIndex {
   }
 };
 
-inline PyTypeObject SourceIndex::type = {
-    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0).tp_name = "backhaul.SourceIndex",
-    .tp_basicsize = sizeof(SourceIndex),
-    .tp_dealloc = SourceIndex::dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "SourceIndex(mark): the sources of one context.",
-    .tp_new = SourceIndex::make,
-};
+inline PyTypeObject SourceIndex::type = [] {
+  PyTypeObject made = boxed_type<SourceIndex>("backhaul.SourceIndex", "SourceIndex(mark): the sources of one context.");
+  made.tp_new = SourceIndex::make;
+  return made;
+}();
 
-inline PyObject* Source::make(SourceIndex* index, edge_list edges) {
-  auto* made = PyObject_New(Source, &type);
-  if (!made) throw PythonError();
-  Py_INCREF(reinterpret_cast<PyObject*>(index));
-  made->index = index;
-  new (&made->edges) edge_list(std::move(edges));
-  made->ordinary = false;
-  new (&made->nodes) decltype(made->nodes)();
-  new (&made->leaves) decltype(made->leaves)();
-  new (&made->recv_nodes) decltype(made->recv_nodes)();
-  new (&made->messages) decltype(made->messages)();
-  new (&made->stops) decltype(made->stops)();
-  new (&made->stoppers) decltype(made->stoppers)();
-  made->indexed = true;
-  ++index->size;
-  index->await_walk(*made);
-  return reinterpret_cast<PyObject*>(made);
+inline Source::Source(PyObject* index, edge_list edges)
+    : edges(std::move(edges)), owner(Object::borrowed(index)), index(Box<SourceIndex>::of(index)) {
+  this->index.await_walk(*this);
+  ++this->index.size;
 }
 
-inline void Source::dealloc(PyObject* self) {
-  Source* source = of(self);
-  SourceIndex* index = source->index;
-  index->remove(*source);
-  edge_list edges = std::move(source->edges);
-  source->edges.~edge_list();
-  source->nodes.~vector();
-  source->leaves.~vector();
-  source->recv_nodes.~vector();
-  source->messages.~vector();
-  source->stops.~set();
-  source->stoppers.~set();
-  PyObject_Free(self);
-  Py_DECREF(reinterpret_cast<PyObject*>(index));
-  edges.clear();  // the last: destructors of the graph may run any code
-}
+inline Source::~Source() { index.remove(*this); }
 
 inline void drop_node(PyObject* capsule) {
   delete static_cast<NodePointer*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 // [tensor or GradientEdge, ...]: a tensor stands for a leaf, as in `SendRecord.ends`.
-inline PyObject* Source::ends(PyObject* self, PyObject*) {
-  try {
-    const edge_list& edges = of(self)->edges;
-    Object list(PyList_New(static_cast<Py_ssize_t>(edges.size())));
-    for (size_t i = 0; i < edges.size(); ++i) {
-      PyObject* made;
-      if (is_leaf(*edges[i].function)) {
-        made = THPVariable_Wrap(static_cast<AccumulateGrad&>(*edges[i].function).variable);
-      } else {
-        const Object node(torch::autograd::functionToPyObject(edges[i].function));
-        // A node in Python does not keep its C++ part. So the edge gets an owner of that, as torch does.
-        Object token = THPFunction_Check(node.get())
-                           ? Object(PyCapsule_New(new NodePointer(edges[i].function), nullptr, drop_node))
-                           : Object::borrowed(Py_None);
-        const Object number(PyLong_FromLong(edges[i].input_nr));
-        PyObject* arguments[] = {node.get(), number.get(), token.get()};
-        made = PyObject_Vectorcall(names.gradient_edge, arguments, 3, nullptr);
-      }
-      if (!made) throw PythonError();
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), made);
-    }
-    return list.release();
-  } catch (const PythonError&) {
-    return nullptr;
-  }
+inline Object Source::ends() {
+  return list_of(edges.size(), [&](size_t i) {
+    const auto& [function, input] = edges[i];
+    if (is_leaf(*function)) return Object(THPVariable_Wrap(static_cast<AccumulateGrad&>(*function).variable));
+    const Object node(torch::autograd::functionToPyObject(function)), number(PyLong_FromLong(input));
+    // A node in Python does not keep its C++ part. So the edge gets an owner of that, as torch does.
+    const Object token = THPFunction_Check(node.get())
+                             ? Object(PyCapsule_New(new NodePointer(function), nullptr, drop_node))
+                             : none();
+    PyObject* arguments[] = {node.get(), number.get(), token.get()};
+    return Object(PyObject_Vectorcall(names.gradient_edge, arguments, 3, nullptr));
+  });
 }
 
 inline PyMethodDef source_methods[] = {
-    {"ends", Source::ends, METH_NOARGS, "The ends of the source, as in a send record of Python's."},
+    method<&Source::ends>("ends", "The ends of the source, as in a send record of Python's."),
     {},
 };
-
-inline PyTypeObject Source::type = {
-    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0).tp_name = "backhaul.Source",
-    .tp_basicsize = sizeof(Source),
-    .tp_dealloc = Source::dealloc,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Where gradients enter a worker's graph.",
-    .tp_methods = source_methods,
-};
+inline PyTypeObject Source::type =
+    boxed_type<Source>("backhaul.Source", "Where gradients enter a worker's graph.", source_methods);
 
 // The tensors of a message that require grad: their places, and where their gradients enter.
 struct Sent {
-  std::vector<Py_ssize_t> places;
+  std::vector<size_t> places;
   edge_list edges;
   bool on_host = true;  // all of them
 
   // `tensors`: a list or tuple. `copies`: the places of tensors that are not recorded, as a set of Python's.
   Sent(PyObject* tensors, PyObject* copies) {
     const bool all = PySet_GET_SIZE(copies) == 0;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {
-      PyObject* object = PySequence_Fast_GET_ITEM(tensors, i);
-      if (!THPVariable_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "only tensors are recorded");
-        throw PythonError();
-      }
+    for (size_t i = 0; i < size_of(tensors); ++i) {
+      PyObject* object = item_of(tensors, i);
+      if (!THPVariable_Check(object)) raise(PyExc_TypeError, "only tensors are recorded");
       const at::Tensor& tensor = THPVariable_Unpack(object);
       if (!tensor.requires_grad() || (!all && contains(copies, i))) continue;
       on_host = on_host && tensor.device().is_cpu();
@@ -337,20 +264,20 @@ struct Sent {
   }
 
  private:
-  static bool contains(PyObject* set, Py_ssize_t number) {
-    const Object object(PyLong_FromSsize_t(number));
-    const int found = PySet_Contains(set, object.get());
+  static bool contains(PyObject* set, size_t number) {
+    const int found = PySet_Contains(set, Object(PyLong_FromSize_t(number)).get());
     if (found < 0) throw PythonError();
     return found;
   }
 };
 
-// The messages outside contexts that lie behind tensors: their Recv objects.
+// received_behind(roots) -> the messages outside contexts that lie behind tensors: their Recv objects
 inline Object received_behind(PyObject* roots) {
+  if (!is_sequence(roots)) throw NotMine();
   std::vector<Node*> ahead;
   std::vector<NodePointer> kept;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(roots); ++i) {
-    PyObject* object = PySequence_Fast_GET_ITEM(roots, i);
+  for (size_t i = 0; i < size_of(roots); ++i) {
+    PyObject* object = item_of(roots, i);
     if (!THPVariable_Check(object)) throw NotMine();
     kept.push_back(THPVariable_Unpack(object).grad_fn());
     if (kept.back()) ahead.push_back(kept.back().get());
@@ -364,9 +291,7 @@ inline Object received_behind(PyObject* roots) {
     if (is_leaf(*node) || !seen.insert(node).second) continue;
     if (PyObject* mark = mark_of(*node)) {
       PyObject* recv = PyTuple_GET_ITEM(mark, 0);
-      if (reinterpret_cast<PyObject*>(Py_TYPE(recv)) == names.plain_recv && listed.insert(recv).second &&
-          PyList_Append(found.get(), recv))
-        throw PythonError();
+      if (is_plain(recv) && listed.insert(recv).second) append(found.get(), recv);
       continue;
     }
     for (const Edge& next : node->next_edges())

@@ -42,29 +42,22 @@ inline SpinEnd spin(std::vector<pollfd>& descriptors, const int64_t& word, int64
 }
 
 // spin(descriptors, word, expected, most, seconds) -> SpinEnd; `word`: a buffer of one 64-bit integer
-inline PyObject* spin_without_interpreter(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 5 || !PyTuple_CheckExact(given[0]))
-    return PyErr_SetString(PyExc_TypeError, "spin takes a tuple of descriptors and four more arguments"), nullptr;
-  try {
-    std::vector<pollfd> descriptors;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]); ++i) {
-      const long descriptor = PyLong_AsLong(PyTuple_GET_ITEM(given[0], i));
-      descriptors.push_back({static_cast<int>(descriptor), POLLIN, 0});
-    }
-    const long long expected = PyLong_AsLongLong(given[2]), most = PyLong_AsLongLong(given[3]);
-    const double seconds = PyFloat_AsDouble(given[4]);
-    if (PyErr_Occurred()) return nullptr;
-    const View word(given[1]);
-    if (word.size() != sizeof(int64_t)) return PyErr_SetString(PyExc_ValueError, "the word has 8 bytes"), nullptr;
-    SpinEnd end;
-    Py_BEGIN_ALLOW_THREADS;
-    end = spin(descriptors, *reinterpret_cast<const int64_t*>(word.data()), expected, most,
-               static_cast<int64_t>(seconds * 1e9));
-    Py_END_ALLOW_THREADS;
-    return PyLong_FromLong(end);
-  } catch (const PythonError&) {
-    return nullptr;
-  }
+inline Object spin_without_interpreter(PyObject* descriptors, PyObject* word, PyObject* expected, PyObject* most,
+                                       PyObject* seconds) {
+  if (!PyTuple_CheckExact(descriptors)) raise(PyExc_TypeError, "spin takes a tuple of descriptors");
+  std::vector<pollfd> polled;
+  for (size_t i = 0; i < size_of(descriptors); ++i)
+    polled.push_back({static_cast<int>(integer_of(item_of(descriptors, i))), POLLIN, 0});
+  const int64_t value = integer_of(expected), polls = integer_of(most);
+  const double time = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred()) throw PythonError();
+  const View view(word);
+  if (view.size() != sizeof(int64_t)) raise(PyExc_ValueError, "the word has 8 bytes");
+  SpinEnd end;
+  Py_BEGIN_ALLOW_THREADS;
+  end = spin(polled, *reinterpret_cast<const int64_t*>(view.data()), value, polls, static_cast<int64_t>(time * 1e9));
+  Py_END_ALLOW_THREADS;
+  return Object(PyLong_FromLong(end));
 }
 
 }  // namespace backhaul

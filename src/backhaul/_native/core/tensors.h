@@ -100,16 +100,12 @@ struct TensorMemory {
 
 inline PySequenceMethods memory_as_sequence = {.sq_length = TensorMemory::length};
 inline PyBufferProcs memory_as_buffer = {.bf_getbuffer = TensorMemory::get_buffer};
-inline PyTypeObject TensorMemory::type = {
-    .ob_base = PyVarObject_HEAD_INIT(nullptr, 0)  //
-    .tp_name = "backhaul.TensorMemory",
-    .tp_basicsize = sizeof(Box<TensorMemory>),
-    .tp_dealloc = Box<TensorMemory>::dealloc,
-    .tp_as_sequence = &memory_as_sequence,
-    .tp_as_buffer = &memory_as_buffer,
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "The memory of a tensor that is sent.",
-};
+inline PyTypeObject TensorMemory::type = [] {
+  PyTypeObject made = boxed_type<TensorMemory>("backhaul.TensorMemory", "The memory of a tensor that is sent.");
+  made.tp_as_sequence = &memory_as_sequence;
+  made.tp_as_buffer = &memory_as_buffer;
+  return made;
+}();
 
 // A tensor on the memory of a buffer of a message, which the tensor keeps. Throws `NotMine` unless the buffer can be
 // written to and has `size` bytes.

@@ -53,8 +53,11 @@ struct EncodedValues {
   std::vector<Span> spans;  // of the tensors
   Object parcels;
 
-  Object memory(size_t index) const {
-    return Box<TensorMemory>::make(THPVariable_Unpack(tensors[index].get()), spans[index]);
+  // The memory of the tensors.
+  Object buffers() const {
+    return list_of(spans.size(), [&](size_t i) {
+      return Box<TensorMemory>::make(THPVariable_Unpack(tensors[i].get()), spans[i]);
+    });
   }
 };
 
@@ -206,12 +209,11 @@ class Payload {
     in.array_of(0);
     tensor_count_ = in.array();
     if (size_of(buffers) != tensor_count_) throw NotMine();
-    tensors_ = Object(PyList_New(static_cast<Py_ssize_t>(tensor_count_)));
-    for (size_t i = 0; i < tensor_count_; ++i) {
+    tensors_ = list_of(tensor_count_, [&](size_t i) {
       ReadTensor read = read_tensor(in.binary(), item_of(buffers, i));
       requires_grad_ |= read.requires_grad;
-      put(tensors_.get(), i, Object(THPVariable_Wrap(std::move(read.tensor))));
-    }
+      return Object(THPVariable_Wrap(std::move(read.tensor)));
+    });
     in.array_of(0);
     const char* start = in.position();
     value_count_ = in.array();
@@ -317,8 +319,7 @@ class Payload {
   // Appends the items, because callbacks must not meet a list with empty places.
   static Object make_items(Reader& in, size_t size, PyObject* tensors, PyObject* worker) {
     Object list(PyList_New(0));
-    for (size_t i = 0; i < size; ++i)
-      if (PyList_Append(list.get(), make(in, tensors, worker).get())) throw PythonError();
+    for (size_t i = 0; i < size; ++i) append(list.get(), make(in, tensors, worker).get());
     return list;
   }
 
@@ -331,7 +332,7 @@ class Payload {
       Object made(PyDict_New());
       for (size_t i = 0; i < size; i += 2) {
         const Object key = make(in, tensors, worker), item = make(in, tensors, worker);
-        if (PyDict_SetItem(made.get(), key.get(), item.get())) throw PythonError();
+        set_item(made.get(), key.get(), item.get());
       }
       return made;
     }

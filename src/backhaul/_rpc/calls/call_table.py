@@ -84,6 +84,10 @@ class PendingCalls:
     def __iter__(self) -> Iterator[Pending]:
         return iter(list(self._calls.values()))
 
+    def workers(self) -> set[int]:
+        """The ids of the workers that have calls under way."""
+        return {pending.peer.record.id for pending in self}
+
     # How a call ends.
 
     def settle(self, pending: Pending, outcome: Outcome) -> Task | None:

@@ -12,6 +12,7 @@ from backhaul._rpc.calls.call_table import PendingCalls
 from backhaul._rpc.calls.cancellation import Cancellation
 from backhaul._rpc.calls.idleness import Idleness
 from backhaul._rpc.calls.pending_call import Outcome, SyncCall
+from backhaul._runtime import interrupts
 from backhaul._runtime.runtime import OneShotEvent
 from backhaul._transport.base import Lost, Received
 from backhaul._wire.messages import Kind
@@ -92,12 +93,14 @@ class ReplyReader:
 
     def wait(self, numbers: Collection[int], one_shot: OneShotEvent, timeout: float | None) -> bool:
         """Wait until ``one_shot`` opens; False if ``timeout`` seconds passed first. Meanwhile this thread reads the
-        channels of the calls ``numbers``, and completes the futures whose replies it reads.
+        channels of the calls ``numbers``, and completes the futures whose replies it reads, unless that may be
+        interrupted: then the pool completes them.
         """
         runtime = self._worker.runtime
         deadline = None if timeout is None else runtime.now() + timeout
         calls = [call for call in map(self._pending.find, numbers) if call is not None]
         channels = {call.channel for call in calls if call.channel is not None}
+        completes = not interrupts.may_raise_anywhere()
         while not one_shot.opened:
             left = None if deadline is None else deadline - runtime.now()
             inbox: list[Task] = []
@@ -107,11 +110,12 @@ class ReplyReader:
                     for channel in held:
                         channel.release()
                     return one_shot.wait(left)
-                self._pending.inboxes[threading.get_ident()] = inbox
+                if completes:
+                    self._pending.inboxes[threading.get_ident()] = inbox
                 try:
                     self._worker.receiver.attend(held, one_shot, left, inbox)
                 finally:
-                    del self._pending.inboxes[threading.get_ident()]
+                    self._pending.inboxes.pop(threading.get_ident(), None)
             except BaseException as error:
                 self._worker.receiver.recover_after_interrupt(error, inbox, *channels)
                 for task in inbox:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from backhaul._rpc.arguments import keywords as keyword_arguments
 from backhaul._rpc.arguments import positional
 from backhaul._rpc.calls.pending_call import Pending, check_size
+from backhaul._rpc.compression import LEAST_COMPRESSED
 from backhaul._rpc.interceptors import PROFILE, Interceptors
 from backhaul._rpc.security.policy import name_for
 from backhaul._wire.call_frames import encode_values, request_frame
@@ -66,7 +67,7 @@ class RequestEncoder:
             values = values if name else (function, *values)
         try:
             link = peer.link.request(None if self.keeps_requests else peer.channel)
-            encoded = encode_values(values, names, peer.main_shared, peer.plain, link)
+            encoded = encode_values(values, names, peer.main_shared, peer.plain, link, False)
         except SerializationError as error:
             hidden = getattr(function, _HIDDEN, 0)
             raise SerializationError(
@@ -90,12 +91,18 @@ class RequestEncoder:
         left = max(pending.deadline - self._now(), 0.001) if pending.cut else pending.timeout
         frame = request_frame(pending.number, name, encoded, keywords, notes, left)
         if frame.nbytes > peer.unchecked_bytes:
-            try:
-                check_size(frame, peer, "call to", pending)
-            except (FrameTooLargeError, LimitError):
-                self._interceptors.discard(peer, notes)
-                raise
+            self._check_size(frame, pending, notes)
+            # After the check: what the receiver has in the end is what counts.
+            if frame.nbytes > LEAST_COMPRESSED and (smaller := peer.compression.of_call(encoded, function)) is not None:
+                return request_frame(pending.number, name, smaller, keywords, notes, left)
         return frame
+
+    def _check_size(self, frame: Frame, pending: Pending, notes: Mapping[str, bytes]) -> None:
+        try:
+            check_size(frame, pending.peer, "call to", pending)
+        except (FrameTooLargeError, LimitError):
+            self._interceptors.discard(pending.peer, notes)
+            raise
 
     def _add_rare_notes(self, pending: Pending, encoded: Encoded, notes: dict[str, bytes]) -> None:
         if encoded.parcels:

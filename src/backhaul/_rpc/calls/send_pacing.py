@@ -1,4 +1,6 @@
-"""Decides whether an asynchronous call is sent at once, or together with calls to any workers that follow it."""
+"""Decides whether an asynchronous call is sent at once, or together with calls to any workers that follow it. Gradients
+that are sent while the engine goes on are paced in the same way.
+"""
 
 from __future__ import annotations
 

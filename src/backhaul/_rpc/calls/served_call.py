@@ -11,6 +11,7 @@ from backhaul._runtime import runtime
 from backhaul._runtime.observer import ServeTrace
 from backhaul._transport.base import Channel
 from backhaul._wire.callables import label_of
+from backhaul._worker import deadlines
 from backhaul._worker.deadlines import CancelScope
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,6 +25,13 @@ def never_dropped(function: F) -> F:
     """
     never_dropped_names.add(f"{function.__module__}:{function.__qualname__}")
     return function
+
+
+def reply_as_it_is() -> None:
+    """Send the result of the call that runs on this thread, if any, without a codec: the state of a module, say."""
+    scope = deadlines.current.get()
+    if scope is not None and isinstance(scope.root, ServedCall):
+        scope.root.exact = True
 
 
 def run_here(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -44,6 +52,7 @@ class ServedCall(CancelScope):
     orphaned = False  # the channel that it came through is gone
     spared = False  # it goes on even if its channel is gone
     loans: Sequence[Any] = ()  # what the caller has lent to the call; of a layer above
+    exact = False  # the result travels as it is, without a codec
     charge = 0  # bytes that count against the peer's limit until the call is over
 
     def __init__(self, peer: Peer, channel: Channel, number: int, now: Callable[[], float]) -> None:

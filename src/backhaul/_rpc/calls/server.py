@@ -19,6 +19,7 @@ from backhaul._rpc.calls.async_results import ASYNC_MARK, AsyncResults, Later, a
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.pending_call import check_size, fault_frame
 from backhaul._rpc.calls.served_call import ServedCall, never_dropped_names
+from backhaul._rpc.compression import LEAST_COMPRESSED
 from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
@@ -82,6 +83,10 @@ class CallServer:
     def under_way(self) -> list[ServedCall]:
         """The requests that have no reply yet."""
         return list(self._requests.values())
+
+    def callers(self) -> set[int]:
+        """The ids of the workers whose requests have no reply yet."""
+        return {call.peer.record.id for call in self.under_way}
 
     def close(self) -> None:
         """Stop the event loop of ``async def`` handlers, if there is one."""
@@ -273,7 +278,7 @@ class CallServer:
         notes: dict[str, bytes] = {}
         try:
             link = peer.link.answer(call.channel)
-            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link)
+            encoded = encode_values((result,), _RESULT, peer.main_shared, peer.plain, link, False)
             for interceptor, kept in call.kept:
                 note = interceptor.reply_out(peer, kept, encoded)
                 if note is not None:
@@ -285,6 +290,9 @@ class CallServer:
             frame = reply_frame(call.number, encoded, notes)
             if frame.nbytes > peer.unchecked_bytes:
                 check_size(frame, peer, "the result of", call)
+                if frame.nbytes > LEAST_COMPRESSED and not call.exact:
+                    smaller = peer.compression.of_reply(encoded, call.function)
+                    frame = frame if smaller is None else reply_frame(call.number, smaller, notes)
         except SerializationError as error:
             name = self._worker.name
             problem = SerializationError(

@@ -29,7 +29,8 @@ log = logging.getLogger("backhaul")
 
 _APPROACH_SECONDS = 3.0  # for a worker to say hello after this worker has approached it
 _POLL_SECONDS = 0.1  # between checks whether that worker has said hello
-_MAX_EXPECTED = 64  # joiners that were announced and have not said hello
+_MAX_EXPECTED = 1 << 12  # joiners that were announced and have not said hello
+_MAX_EXPECTED_UNTRUSTED = 64  # the same where members do not trust each other
 
 Investigation = Callable[[WorkerRecord], Task | None]
 
@@ -90,10 +91,11 @@ class Admission:
         if problem or peer is None:
             self._connections.refuse(channel, record.name, problem)
             return investigation
-        self._connections.adopt_incoming(channel, peer)
         if hello.answer:
+            # First: once the channel is adopted, another thread may send a heartbeat, which must not come before this.
             with contextlib.suppress(ChannelClosedError):
                 channel.send(self._connections.hello_to(record), timeout=0)
+        self._connections.adopt_incoming(channel, peer)
         return None
 
     def _admit_by_hello(self, channel: Channel, record: WorkerRecord) -> str:
@@ -150,7 +152,8 @@ class Admission:
     def learn(self, record: WorkerRecord) -> Peer | None:
         """Add a worker that a trusted member has told of, unless it would replace a member that is not lost."""
         with self._peers.changing:
-            if not all(rival.lost for rival in self._rivals(record)) or self._admit(record, heard=True):
+            rivals = [rival for rival in self._rivals(record) if rival.record.incarnation != record.incarnation]
+            if not all(rival.lost for rival in rivals) or self._admit(record, heard=True):
                 return None
             return self._peers.with_id(record.id)
 
@@ -215,7 +218,7 @@ class Admission:
     def _expect(self, record: WorkerRecord, by: WorkerRecord, seconds: float = 0.0) -> None:
         until = self._worker.runtime.now() + max(seconds, self._connections.answer_seconds)
         self._expected[record.incarnation] = _Expected(record, until, by.incarnation)
-        while len(self._expected) > _MAX_EXPECTED:
+        while len(self._expected) > (_MAX_EXPECTED if self.trusts_any_member else _MAX_EXPECTED_UNTRUSTED):
             self._expected.popitem(last=False)
 
     @property
@@ -224,6 +227,21 @@ class Admission:
         with self._peers.changing:
             now = self._worker.runtime.now()
             return tuple(expected.record for expected in self._expected.values() if now < expected.until)
+
+    @property
+    def known(self) -> tuple[WorkerRecord, ...]:
+        """The members and ``expected``, each once."""
+        # In this order: a joiner that says hello meanwhile is found in one of the two.
+        found = {record.id: record for record in (*self.expected, *self._peers.records)}
+        return tuple(found.values())
+
+    def has_come(self, record: WorkerRecord) -> bool:
+        """Whether a joiner that was enrolled has said hello, or need not any more."""
+        with self._peers.changing:
+            come = (
+                self._table.member(record.incarnation) is not None or self._table.gone(record.incarnation) is not None
+            )
+            return come or record.incarnation not in self._expected
 
     def enrollment_of(self, incarnation: str) -> WorkerRecord | None:
         """The record of a worker that is a member or has been enrolled."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from backhaul._devices.seam import NO_LINK, PeerLink
 from backhaul._rpc.cluster.certificate_names import CertificateNames
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
+from backhaul._rpc.cluster.reconnecting import Reconnecting
 from backhaul._runtime import interrupts
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
@@ -49,7 +50,7 @@ class _Links(dict[Channel, PeerLink]):
         return NO_LINK
 
 
-# Over the limit because one lock guards six of its attributes: the channels, and what is known of each.
+# Over the limit because channels are opened, lost and counted in one table under one lock.
 class Connections:
     """The channels of one worker to all members. Thread-safe.
 
@@ -76,6 +77,7 @@ class Connections:
         self._closed = False  # this worker ends: it opens no more channels
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
+        self._reconnecting = Reconnecting(worker, self._connect, lambda: self.answer_seconds)
         self.of = self._by_channel.get
         worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
         worker.receiver.on_lost(self._on_lost)
@@ -98,8 +100,14 @@ class Connections:
         channel = peer.channel
         if channel is not None:
             return channel
-        with self._worker.thread_pool.blocking():
-            return self._connect(peer, min(timeout, self.answer_seconds))
+        now = self._worker.runtime.now
+        begun = now()
+        try:
+            with self._worker.thread_pool.blocking():
+                return self._connect(peer, self._reconnecting.seconds(peer, min(timeout, self.answer_seconds)))
+        except PeerLostError:
+            self._reconnecting.failed(peer, now() - begun)
+            raise
 
     def _connect(self, peer: Peer, timeout: float) -> Channel:
         """Open a channel, one thread at a time. A thread that waits for another thread's attempt shares its failure."""
@@ -183,6 +191,7 @@ class Connections:
         self._announce(channel, peer)
 
     def _announce(self, channel: Channel, peer: Peer) -> None:
+        self._reconnecting.reached(peer)
         self._members.regain(peer)
         self.on_channel.notify(channel)
 
@@ -196,6 +205,13 @@ class Connections:
         """How many bytes went to other workers, over all channels that ever existed."""
         with self._lock:
             return self._closed_bytes + sum(channel.bytes_sent for channel in self._by_channel)
+
+    def give_up(self, channel: Channel, reason: str) -> None:
+        """Close a channel because its peer is silent."""
+        peer = self._by_channel.get(channel)
+        if peer is not None and len(peer.channels) <= 1:
+            self._reconnecting.went_silent(peer)
+        channel.abort(reason)
 
     def close(self) -> None:
         """Close all channels, and open no more. That wakes the threads that read or write them.

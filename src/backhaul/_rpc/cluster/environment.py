@@ -21,7 +21,7 @@ _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobPlace:
     """Where a process is in its job.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
 
 def find_place(
     environ: Mapping[str, str], rank: int | None = None, size: int | None = None, *, parent: int = 0
-) -> Place:
+) -> JobPlace:
     """Where this process is. ``rank`` and ``size`` count more than the environment, where they are given. The innermost
     launcher counts: torchrun inside a Slurm job, for example. ``parent`` is the id of the parent process.
 
@@ -58,17 +58,17 @@ def find_place(
 
     Example:
         >>> find_place({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"})
-        Place(rank=1, size=4, local_rank=None, address='10.0.0.1', port=7000, source='MPI (PMI_RANK)')
+        JobPlace(rank=1, size=4, local_rank=None, address='10.0.0.1', port=7000, source='MPI (PMI_RANK)')
     """
     address, port = environ.get(ADDRESS_VARIABLE) or None, _number(environ, PORT_VARIABLE)
     if port is not None and not 0 < port < 1 << 16:
         raise ValueError(f"the environment's {PORT_VARIABLE} is not a port: {port}")
     if None not in (rank, size, address, port):
-        return Place(rank, size, None, address, port, "arguments")
+        return JobPlace(rank, size, None, address, port, "arguments")
     found = next((place for read in _SOURCES if (place := read(environ, parent)) is not None), None)
     if found is None:
-        found = Place(size=_number(environ, SIZE_VARIABLE), source=SIZE_VARIABLE if SIZE_VARIABLE in environ else "")
-    return Place(
+        found = JobPlace(size=_number(environ, SIZE_VARIABLE), source=SIZE_VARIABLE if SIZE_VARIABLE in environ else "")
+    return JobPlace(
         found.rank if rank is None else rank,
         found.size if size is None else size,
         found.local_rank,
@@ -78,14 +78,14 @@ def find_place(
     )
 
 
-def _torchrun(environ: Mapping[str, str], parent: int) -> Place | None:
+def _torchrun(environ: Mapping[str, str], parent: int) -> JobPlace | None:
     """Also PyTorchJob, accelerate, ``backhaul.launch``, and people who set the variables themselves."""
     if RANK_VARIABLE not in environ:
         return None
     return _place(environ, "torchrun", RANK_VARIABLE, SIZE_VARIABLE, ("LOCAL_RANK",))
 
 
-def _open_mpi(environ: Mapping[str, str], parent: int) -> Place | None:
+def _open_mpi(environ: Mapping[str, str], parent: int) -> JobPlace | None:
     rank, size = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
     if not environ.keys() & {rank, size}:
         return None
@@ -94,7 +94,7 @@ def _open_mpi(environ: Mapping[str, str], parent: int) -> Place | None:
     return _at(found, environ, ("OMPI_COMM_WORLD_LOCAL_SIZE",), zlib.crc32(job.encode()))
 
 
-def _mpich(environ: Mapping[str, str], parent: int) -> Place | None:
+def _mpich(environ: Mapping[str, str], parent: int) -> JobPlace | None:
     """MPICH, Intel MPI, and others that speak PMI. They do not name the job, but one process of theirs starts all ranks
     of a host.
     """
@@ -105,7 +105,7 @@ def _mpich(environ: Mapping[str, str], parent: int) -> Place | None:
     return _at(found, environ, ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), parent if job is None else job * 16)
 
 
-def _slurm(environ: Mapping[str, str], parent: int) -> Place | None:
+def _slurm(environ: Mapping[str, str], parent: int) -> JobPlace | None:
     if "SLURM_PROCID" not in environ or not environ.keys() & set(_STEP):
         return None  # the batch script has no step: only what srun starts is a task
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -114,7 +114,7 @@ def _slurm(environ: Mapping[str, str], parent: int) -> Place | None:
     return _at(found, environ, (), job * 16 + step)  # steps that run at the same time have ports of their own
 
 
-def _at(found: Place, environ: Mapping[str, str], local_size: tuple[str, ...], job: int) -> Place:
+def _at(found: JobPlace, environ: Mapping[str, str], local_size: tuple[str, ...], job: int) -> JobPlace:
     """Add where the ranks of a job meet, if its hosts are known."""
     names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     hosts = expand_hosts(next((environ[name] for name in names if environ.get(name)), ""))
@@ -124,7 +124,7 @@ def _at(found: Place, environ: Mapping[str, str], local_size: tuple[str, ...], j
     return dataclasses.replace(found, address=address, port=port if address else None)
 
 
-def _kubernetes(environ: Mapping[str, str], parent: int) -> Place | None:
+def _kubernetes(environ: Mapping[str, str], parent: int) -> JobPlace | None:
     """An Indexed Job or a JobSet. Only the manifest knows how many pods there are, and the name of the first."""
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
@@ -142,10 +142,10 @@ def _kubernetes(environ: Mapping[str, str], parent: int) -> Place | None:
     source = "Kubernetes (JOB_COMPLETION_INDEX)"
     if size is not None:
         _check(source, "JOB_COMPLETION_INDEX", index, SIZE_VARIABLE, size)
-    return Place(index, size, 0, None, _KUBERNETES_PORT, source)
+    return JobPlace(index, size, 0, None, _KUBERNETES_PORT, source)
 
 
-_SOURCES: tuple[Callable[[Mapping[str, str], int], Place | None], ...] = (
+_SOURCES: tuple[Callable[[Mapping[str, str], int], JobPlace | None], ...] = (
     _torchrun,
     _open_mpi,
     _mpich,
@@ -154,7 +154,7 @@ _SOURCES: tuple[Callable[[Mapping[str, str], int], Place | None], ...] = (
 )
 
 
-def _place(environ: Mapping[str, str], launcher: str, rank: str, size: str, local: tuple[str, ...]) -> Place:
+def _place(environ: Mapping[str, str], launcher: str, rank: str, size: str, local: tuple[str, ...]) -> JobPlace:
     """Read rank, size and local rank, and check them."""
     source = f"{launcher} ({rank})"
     number, count = _number(environ, rank), _number(environ, size)
@@ -170,7 +170,7 @@ def _place(environ: Mapping[str, str], launcher: str, rank: str, size: str, loca
                 f"the environment contradicts itself: {size}={count}, but {SIZE_VARIABLE}={whole}; set "
                 f"{RANK_VARIABLE} too, or unset {SIZE_VARIABLE}"
             )
-    return Place(number, count, _first_number(environ, local), source=source)
+    return JobPlace(number, count, _first_number(environ, local), source=source)
 
 
 def _check(source: str, rank_name: str, rank: int | None, size_name: str, size: int) -> None:

@@ -37,12 +37,19 @@ class Enrolled(NamedTuple):
         others: The records of the members.
         leader: The leader's record, if it is among them.
         left: Proofs of workers that have left.
+        greeted: The ids of the members to which the joiner says hello; None: to all.
     """
 
     own: WorkerRecord
     others: list[WorkerRecord]
     leader: WorkerRecord | None
     left: tuple[Departure, ...]
+    greeted: tuple[int, ...] | None
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch of which the leader has told."""
+        return max(record.epoch for record in (self.own, *self.others))
 
 
 def ask_to_join(
@@ -102,7 +109,7 @@ def _ask_leader(
         if record.incarnation == own.incarnation:
             others = [unpack(other, WorkerRecord) for other in answer.members]
             leader = next((other for other in others if address in other.addresses), None)
-            return Enrolled(record, others, leader, answer.left)
+            return Enrolled(record, others, leader, answer.left, answer.greeted)
         found = choose(record, own.host)
         if found is None:
             return Refuse(f"the leader '{record.name}' is on another host and listens only on its own")

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 from backhaul._rpc.cluster.admission import Admission
 from backhaul._rpc.cluster.internal_calls import InternalCalls
+from backhaul._rpc.cluster.joining import Enrolled
 from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.security.policy import internal
-from backhaul._wire.messages import pack
+from backhaul._wire.messages import pack, unpack
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker, current_worker
 from backhaul.errors import BackhaulError, CallTimeoutError, PeerLostError, RendezvousError, UnknownWorkerError
@@ -83,9 +84,40 @@ class Membership:
 
     # This worker introduces itself.
 
-    def introduce(self, timeout: float) -> None:
-        """Say hello to all members. Raises ``RendezvousError`` if one of them does not accept this worker."""
+    def introduce(self, timeout: float, enrolled: Enrolled | None = None) -> None:
+        """Say hello to all members. Raises ``RendezvousError`` if one of them does not accept this worker.
+
+        A joiner says hello only to the members that its leader has named, if the others know it already.
+
+        Args:
+            timeout: Seconds for each member.
+            enrolled: What the leader has told this worker, which is a joiner.
+        """
         peers = [peer for peer in self._peers if peer is not self._peers.own]
+        if enrolled is not None and enrolled.leader is not None and enrolled.greeted is not None:
+            greeted = {enrolled.leader.id, *enrolled.greeted}
+            self._introduce_to_all([peer for peer in peers if peer.record.id in greeted], timeout)
+            if self._catch_up(enrolled.leader.id, enrolled.epoch, timeout):
+                return
+            peers = [peer for peer in peers if peer.record.id not in greeted]
+        self._introduce_to_all(peers, timeout)
+
+    def _catch_up(self, leader: int, since: int, timeout: float) -> bool:
+        """Learn of workers that were enrolled while this one joined. False: the leader does not tell."""
+        peer = self._peers.with_id(leader)
+        try:
+            records = [] if peer is None else self._calls.call(peer, enrolled_since, (since,), timeout)
+        except BackhaulError:
+            return False
+        for record in records:
+            self._admission.learn(unpack(record, WorkerRecord))
+        return peer is not None
+
+    def enrolled_since(self, epoch: int) -> list[WorkerRecord]:
+        """The workers that were enrolled after the one of that epoch."""
+        return [record for record in self._admission.known if record.epoch > epoch]
+
+    def _introduce_to_all(self, peers: list[Peer], timeout: float) -> None:
         refused: dict[str, str] = {}
         remaining = iter(peers)  # each thread takes the next; a member that does not answer delays one thread only
         taking = threading.Lock()  # guards remaining
@@ -187,6 +219,12 @@ def enrollment_of(incarnation: str) -> bytes:
     """Called by a member to which an unknown worker has said hello. The worker's record; empty if it is unknown."""
     record = current_worker().part(Membership).enrollment_of(incarnation)
     return b"" if record is None else pack(record)
+
+
+@internal(int)
+def enrolled_since(epoch: int) -> list[bytes]:
+    """Called by a joiner on the leader: the records of the workers that were enrolled after that epoch."""
+    return [pack(record) for record in current_worker().part(Membership).enrolled_since(epoch)]
 
 
 @internal()

@@ -45,6 +45,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     maps: dict[str, dict[str, str] | str] = {}  # where its tensors arrive, see ``_devices.placement``
     bounds: Bounds | None = None  # what it accepts in one message, beside ``limit``; None: anything
     seal: str = ""  # others check by it the proof that it has left, see ``departure``
+    forms: tuple[str, ...] = ()  # of compressed tensors that it reads, see ``_wire.tensors.buffer_forms``
 
     @property
     def info(self) -> WorkerInfo:

@@ -4,6 +4,7 @@ rendezvous, tries whether the workers of another host answer. ``addressing`` dec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ SECRET_VARIABLE = "BACKHAUL_SECRET"
 
 _FAREWELL_SECONDS = 1.0  # for the news to come that a worker which does not answer has left
 _POLL_SECONDS = 0.02
+_LINGER_SECONDS = 1.0  # before a worker that cannot reach another ends
 
 
 def secret_of(options: Options) -> bytes | None:
@@ -101,14 +103,19 @@ class OwnEndpoint:
         self._spare: TcpListener | None = None
         self._obstacle = ""
         given = _given_address(options, towards)
-        default = options.bind is None and options.advertise is None and several_hosts is not False
-        if default:
-            self._reserve(towards)
-        if several_hosts and default and self._spare is None:
-            why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
-            raise RendezvousError(f"the workers on other hosts cannot reach worker '{name}': {why}", worker=name)
-        listener = TcpListener(given) if given is not None else None
-        try:
+        with contextlib.ExitStack() as made:
+            if options.bind is None and options.advertise is None and several_hosts is not False:
+                self._reserve(towards)
+                if several_hosts and self._spare is None:
+                    why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
+                    raise RendezvousError(
+                        f"the workers on other hosts cannot reach worker '{name}': {why}", worker=name
+                    )
+            if self._spare is not None:
+                made.callback(self._spare.close)
+            listener = TcpListener(given) if given is not None else None
+            if listener is not None:
+                made.callback(listener.close)
             credentials = self._credentials(beyond_loopback=given is not None and given.beyond_loopback)
             self.endpoint = SocketEndpoint(
                 secret=secret,
@@ -117,14 +124,11 @@ class OwnEndpoint:
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
             )
-        except BaseException:
-            for made in (listener, self._spare):
-                if made is not None:
-                    made.close()
-            raise
-        self.endpoint.use_tcp(listener, credentials)
-        if several_hosts:
-            self._use_spare()
+            made.callback(self.endpoint.close)
+            self.endpoint.use_tcp(listener, credentials)
+            if several_hosts:
+                self._use_spare()
+            made.pop_all()
 
     def _reserve(self, towards: str | None) -> None:
         """Take a TCP port, in case there are several hosts."""
@@ -176,10 +180,20 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
     """Connect to one worker of another host, to see now what the first call would find: that its address does not
     answer, or that it has another secret. One connection for each worker, however many there are.
 
+    If that fails, this waits a moment: the worker that connects to this one should get an answer, not a closed port.
+
     Raises:
         RendezvousError: It does not answer. Not if it has left already.
         AuthenticationError: The two workers do not accept each other.
     """
+    try:
+        _try_neighbor(peers, endpoint, records, timeout)
+    except (RendezvousError, AuthenticationError):
+        time.sleep(_LINGER_SECONDS)
+        raise
+
+
+def _try_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[WorkerRecord], timeout: float) -> None:
     own = peers.own.record
     other = neighbor_of(own, records)
     address = choose(other, own.host) if other is not None else None
@@ -197,9 +211,9 @@ def check_neighbor(peers: Peers, endpoint: SocketEndpoint, records: Sequence[Wor
     except (ConnectionError, ValueError) as error:
         if isinstance(error, ConnectTimeoutError) or not _has_left(peers, other):
             raise RendezvousError(
-                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; check that no "
-                f"firewall is between them, and that '{other.name}' listens on a network of both (Options(bind=...), "
-                "Options(advertise=...))",
+                f"worker '{own.name}' cannot reach worker '{other.name}' on another host: {error}; if it has "
+                "not failed itself, check that no firewall is between them, and that it listens on a network of both "
+                "(Options(bind=...), Options(advertise=...))",
                 worker=other.name,
             ) from error
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from backhaul._devices.seam import PeerLink
 from backhaul._rpc.cluster.connections import Connections
 from backhaul._rpc.cluster.membership_table import MembershipTable, Refusal, Standing, WorkerRecord
+from backhaul._rpc.cluster.reconnecting import SilentPeer
+from backhaul._rpc.compression import PeerCompression
 from backhaul._runtime.runtime import Lock
 from backhaul._transport.base import Channel
 from backhaul._types import WorkerInfo
@@ -25,11 +27,12 @@ _SMALL_BYTES = 1 << 15  # every worker accepts frames of this size
 class ConnectAttempts:
     """The attempts to open a channel to one peer. Only ``Connections`` uses it."""
 
-    __slots__ = ("failures", "lock")
+    __slots__ = ("failures", "lock", "silence")
 
     def __init__(self, lock: Lock) -> None:
         self.lock = lock  # held by the thread that opens a channel
         self.failures = 0  # attempts that failed; guarded by the lock
+        self.silence = SilentPeer()
 
 
 # Over the limit because a call reads most of these attributes, and an attribute of its own is the cheapest to read.
@@ -51,12 +54,16 @@ class Peer:
         lost: Why the peer cannot be reached; empty once it can be again.
         gone: Why the peer is no member any more, for good.
         attempts: For ``Connections``.
+        compression: How what this worker sends to the peer is compressed.
+        examined: Whether gradients are compressed, or checked against the peer's limits, before they are sent.
     """
 
     __slots__ = (
         "attempts",
         "channel",
         "channels",
+        "compression",
+        "examined",
         "gone",
         "incoming",
         "info",
@@ -83,6 +90,8 @@ class Peer:
         self.lost = ""
         self.gone = ""
         self.attempts = ConnectAttempts(worker.runtime.lock())
+        self.compression = PeerCompression(worker.options, own, record)
+        self.examined = self.plain or bool(self.compression.backward)
 
     def add_channel(self, channel: Channel) -> None:
         """There is another channel to the peer."""

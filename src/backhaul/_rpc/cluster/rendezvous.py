@@ -13,7 +13,7 @@ import secrets as random_secrets
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from backhaul._options import Options
 from backhaul._rpc.cluster.addressing import SECRET_NEEDED, AddressOffer, records_of
+from backhaul._rpc.cluster.bounded_calls import call_within
 from backhaul._rpc.cluster.environment import find_place
 from backhaul._rpc.cluster.generations import (
     AddToKey,
@@ -114,10 +115,13 @@ def store_at(method: str, rank: int, world_size: int, timeout: float, *, alone: 
             _await_server(host or "", port, timeout, why)
         limit = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         if alone:
-            return TCPStore(host or "", port, is_master=False, timeout=limit)
+            return call_within(
+                limit.total_seconds(), lambda: TCPStore(host or "", port, is_master=False, timeout=limit)
+            )
         # With the true world_size, torch would let rank 0 wait for all clients, and could not say which are missing.
         query = "&".join(filter(None, (where.query, f"rank={rank}", "world_size=-1")))
-        return _first(rendezvous(where._replace(query=query).geturl(), timeout=limit))
+        found = rendezvous(where._replace(query=query).geturl(), timeout=limit)
+        return call_within(limit.total_seconds(), lambda: _first(found))
     except (DistError, RuntimeError, OSError) as error:
         if isinstance(error, RendezvousError):
             raise
@@ -268,24 +272,29 @@ class StoreRendezvous:
     def _carry_out(self, operation: Operation) -> Answer:
         self._store.set_timeout(datetime.timedelta(seconds=max(self.left, _ANSWER_SECONDS)))
         if isinstance(operation, AddToKey):
-            return self._store.add(operation.key, operation.amount)
+            key, amount = operation.key, operation.amount
+            return self._call(lambda: self._store.add(key, amount))
         if isinstance(operation, SetKey):
-            self._store.set(operation.key, operation.value.decode())
+            key, value = operation.key, operation.value.decode()
+            self._call(lambda: self._store.set(key, value))
             return None
         keys = list(operation.keys)
         if isinstance(operation, AwaitKeys) and not self._wait(keys, operation.signs):
             return None
-        if isinstance(operation, GetKeys) and not self._store.check(keys):
+        if isinstance(operation, GetKeys) and not self._call(lambda: self._store.check(keys)):
             return None
-        values: list[bytes] = self._store.multi_get(keys)
+        values: list[bytes] = self._call(lambda: self._store.multi_get(keys))
         return values
+
+    def _call(self, method: Callable[[], T]) -> T:
+        return call_within(max(self.left, _ANSWER_SECONDS), method)
 
     @interrupts.waits
     def _wait(self, keys: list[str], signs: Sequence[str]) -> bool:
         """Wait a while until all keys are there. Raises ``RendezvousError`` at the deadline."""
         if self._noticed:
             # Unlike a wait in the store, this can be interrupted and prints nothing.
-            if self._store.check(keys):
+            if self._call(lambda: self._store.check(keys)):
                 return True
             if self.left <= 0:
                 raise self._not_met(self._missing(signs))
@@ -293,7 +302,8 @@ class StoreRendezvous:
             return False
         try:
             # First all keys at once: a TCP store answers that in one message, however many workers there are.
-            self._store.wait(keys, datetime.timedelta(seconds=max(min(self.left, _NOTICE_SECONDS), 0.001)))
+            limit = datetime.timedelta(seconds=max(min(self.left, _NOTICE_SECONDS), 0.001))
+            self._call(lambda: self._store.wait(keys, limit))
             return True
         except (DistError, RuntimeError) as error:
             missing = self._missing(signs)
@@ -311,15 +321,16 @@ class StoreRendezvous:
         if not signs:
             return "no cluster has started at this store"
         try:
-            ranks = [rank for rank, sign in enumerate(signs) if sign and not self._store.check([sign])]
+            come = self._call(lambda: [not sign or self._store.check([sign]) for sign in signs])
         except (DistError, RuntimeError):
             return _GONE
+        ranks = [rank for rank, came in enumerate(come) if not came]
         if not ranks:
             return "all came, but one of them has ended or hangs"
         return f"{len(ranks)} of {len(signs)} did not come: ranks {_listed(ranks)}"
 
 
-_GONE = "the store is gone"
+_GONE = "the store is gone, or does not answer"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from backhaul._transport.base import Channel
 from backhaul._wire.device_link import decline
 from backhaul._wire.frames import Frame
 from backhaul._wire.messages import Hello, Join, Kind, Request, unpack
+from backhaul._wire.strict import restored_bytes
 from backhaul._worker.frame_receiver import FrameCheck, FrameHandler, before_hello
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
@@ -120,11 +121,12 @@ class UntrustedServer(CallServer):
                 self._policy.find(request.function, peer.info.name)
             # Our own calls are counted and not refused: passes that are under way must be able to end.
             must = find_internal(request.function) is not None
-            self._usage.take(peer.record.id, peer.info.name, frame.nbytes, must=must)
+            nbytes = frame.nbytes + restored_bytes(request.payload.tensors)
+            self._usage.take(peer.record.id, peer.info.name, nbytes, must=must)
         except (LimitError, PermissionDeniedError) as refused:
             return self._turn_down(peer, channel, frame, refused)
         task = super()._on_request(channel, frame)
-        self._requests[channel, frame.number].charge = frame.nbytes
+        self._requests[channel, frame.number].charge = nbytes
         return task
 
     def _count_inner(self, request: Request) -> LimitError | None:

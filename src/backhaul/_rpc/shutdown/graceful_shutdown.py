@@ -15,10 +15,11 @@ from collections.abc import Callable
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.server import CallServer
 from backhaul._rpc.cluster.peers import Peer
+from backhaul._rpc.shutdown.lost_members import LostMembers
 from backhaul._rpc.shutdown.termination import AllowExit, RequestTallies, TerminationDetector
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
-from backhaul._wire.messages import CallTally, Count, Kind, pack, unpack
+from backhaul._wire.messages import AllDone, CallTally, Count, Kind, pack, unpack
 from backhaul._worker.frame_receiver import fields_only
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
@@ -29,6 +30,8 @@ log = logging.getLogger("backhaul")
 _RETRY_SECONDS = 0.1  # before a worker to which a channel was lost is contacted again
 _PARTING_SECONDS = 2.0  # that the leader gives the others to hear that all may exit
 
+_REFUSED = "refused: "  # begins the reason of a worker that is there and does not accept this one
+
 Instruction = RequestTallies | AllowExit | None
 
 
@@ -37,6 +40,9 @@ class GracefulShutdown:
     """One worker's part in a graceful shutdown. Thread-safe.
 
     Every worker keeps a ``TerminationDetector``, but only the leader's gets to hear of all members.
+
+    Attributes:
+        lost: The members that were lost before all were done. Complete once ``wait`` has returned.
     """
 
     def __init__(self, worker: Worker, client: CallClient, server: CallServer) -> None:
@@ -46,6 +52,7 @@ class GracefulShutdown:
         self._peers = client.peers
         members = {peer.record.id for peer in client.peers}
         self._names = {peer.record.id: peer.info.name for peer in client.peers}  # of all workers that ever were members
+        self.lost = LostMembers()  # guarded by _lock until wait returns
         self._leader: int | None = None  # the member to which this worker reports
         self._lock = threading.Lock()  # guards _detector and _present
         self._detector = TerminationDetector(members)
@@ -97,9 +104,10 @@ class GracefulShutdown:
         if leader is not self._peers.own:
             self._send(leader, Frame(Kind.READY), deadline)
             return
-        for peer in self._peers:  # open a channel to every member, so that the leader hears of losses
+        # Every member hears that the leader is ready. And the leader has a channel to each, so that it hears of losses.
+        for peer in self._peers:
             if peer.record.id not in tried and peer is not self._peers.own:
-                self._worker.thread_pool.submit(functools.partial(self._open_channel, peer, deadline))
+                self._worker.thread_pool.submit(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
         for member in tried:
             self._on_gone(member, "it cannot be reached")
         self._send(self._peers.own, Frame(Kind.READY), deadline)
@@ -110,8 +118,12 @@ class GracefulShutdown:
             if peer is self._peers.own:
                 break
             tried[peer.record.id] = peer
+            known = bool(peer.lost)  # then the program of this worker has gone on without it
             if self._reach(peer, deadline) is not None or peer.record.id in self._unanswered:
                 return peer
+            if not known and peer.lost:
+                with self._lock:
+                    self.lost.add(peer.info.name, peer.lost, leader=True)
         return self._peers.own
 
     def _report_again(self) -> None:
@@ -124,6 +136,9 @@ class GracefulShutdown:
     def _on_change(self, what: str, peer: Peer, reason: str) -> None:
         """Members may come and go while some wait for all to be done."""
         member = peer.record.id
+        if what != "lost":
+            with self._lock:
+                self.lost.remove(peer.info.name)
         if what == "joined":
             with self._lock:
                 self._names[member] = peer.info.name
@@ -148,7 +163,7 @@ class GracefulShutdown:
         """A channel is lost. The worker may still be there: find out after a pause, since it may lose several."""
         if peer.gone:
             return
-        refused = reason.startswith("refused: ")  # the worker is there, and will not accept this one
+        refused = reason.startswith(_REFUSED)  # the worker is there, and will not accept this one
         if self._leader == peer.record.id and not self._may_exit.opened and not refused:
             deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
             self._retry(functools.partial(self._send, peer, Frame(Kind.READY), deadline))
@@ -173,6 +188,9 @@ class GracefulShutdown:
     def _on_gone(self, member: int, reason: str) -> None:
         if self._leader == member and not self._may_exit.wait(0):
             log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[member], reason)
+            if not reason.startswith(_REFUSED):
+                with self._lock:
+                    self.lost.add(self._names[member], reason, leader=True)
             self._may_exit.open()
         if self._leader != self._peers.own.record.id:
             return
@@ -181,6 +199,8 @@ class GracefulShutdown:
                 return
             self._present.discard(member)
             early = not self._detector.over
+            if early and not reason.startswith(_REFUSED):
+                self.lost.add(self._names[member], reason)
             instruction = self._detector.gone(member)
             if not self._present:
                 self._alone.open()
@@ -191,6 +211,10 @@ class GracefulShutdown:
     # Frames.
 
     def _on_ready(self, channel: Channel, frame: Frame) -> Task | None:
+        peer = self._peers.of(channel)
+        if peer is not None:
+            with self._lock:
+                self.lost.ready(peer.info.name)
         return self._advance(channel, lambda detector, member: detector.ready(member))
 
     def _on_tally(self, channel: Channel, frame: Frame) -> Task | None:
@@ -213,6 +237,9 @@ class GracefulShutdown:
 
     def _on_leave(self, channel: Channel, frame: Frame) -> None:
         if self._is_leader(channel):
+            with self._lock:
+                for name, reason in unpack(frame.body, AllDone).lost.items():
+                    self.lost.add(name, reason)
             self._may_exit.open()
 
     def _is_leader(self, channel: Channel) -> bool:
@@ -236,7 +263,8 @@ class GracefulShutdown:
         if isinstance(instruction, RequestTallies):
             frame = Frame(Kind.COUNT, 0, pack(Count(instruction.wave)))
         else:
-            frame = Frame(Kind.LEAVE)
+            with self._lock:
+                frame = Frame(Kind.LEAVE, 0, pack(AllDone(dict(self.lost.reasons))))
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout
         peers = {peer.record.id: peer for peer in self._peers}
         for member in sorted(
@@ -250,9 +278,6 @@ class GracefulShutdown:
         with contextlib.suppress(ChannelClosedError):  # _on_lost hears of it
             if channel is not None:
                 channel.send(frame, timeout=0)
-
-    def _open_channel(self, peer: Peer, deadline: float) -> None:
-        self._reach(peer, deadline)
 
     def _reach(self, peer: Peer, deadline: float) -> Channel | None:
         try:

@@ -303,12 +303,26 @@ class SocketChannel(Channel):
         if self._connection.ended is not None or self._writer.closing:
             raise self._closed_error()
         if queue.append(b"".join(frame.parts())):
-            # In this order: the timer that ``flush_soon`` starts also unparks. It may expire before that returns.
-            if not self._parked and self.acquire():
-                self.park()
-            self._endpoint.flush_soon(self)
+            self._flush_soon()
         elif len(queue.parts) >= _MAX_QUEUED_FRAMES:
             self._writer.flush()
+
+    def _flush_soon(self) -> None:
+        """Write the queue in about a millisecond, and read nothing meanwhile."""
+        holder, parked = object(), list[None]()
+        try:
+            # In this order: the timer that ``flush_soon`` starts also unparks. It may expire before that returns.
+            if not self._parked and self.acquire(holder):
+                parked[:] = map(self._parked.append, (None,))  # no signal handler runs between the two
+                self._endpoint.parked.add(self)
+            self._endpoint.flush_soon(self)
+        except BaseException:  # a signal handler raised, see [Note: interrupts]: no other thread would go on with these
+            if parked:
+                self._endpoint.parked.add(self)
+            elif self._holder.get(0) is holder:
+                self.release()
+            self._endpoint.flush_soon(self)
+            raise
 
     def _closed_error(self) -> ChannelClosedError:
         reason = self._connection.ended or "closed by this side"

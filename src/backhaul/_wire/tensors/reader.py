@@ -14,10 +14,11 @@ import torch
 from backhaul._wire.device_link import Arrival, Form, Link, is_device
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Payload
+from backhaul._wire.tensors.buffer_forms import restore
 from backhaul._wire.tensors.dtypes import BUFFERED, DTYPES, NO_WARNING, silence_warnings
 from backhaul._wire.tensors.specs import COMPRESSED, Part, TensorSpec, TensorTable, decode_record
 from backhaul._wire.tensors.subclasses import TensorList
-from backhaul._wire.tensors.validate import check_part
+from backhaul._wire.tensors.validate import check_part, needed_bytes
 from backhaul.errors import ProtocolError
 
 
@@ -41,7 +42,9 @@ def read_tensors(table: TensorTable, buffers: Sequence[Buffer], link: Link | Non
             return _read_lent(table, link)
         tensors = []
         for record, buffer in zip(table.ordinary, buffers, strict=True):
-            dtype, size, shape, stride, requires_grad = _decode_ordinary(record)
+            dtype, size, shape, stride, requires_grad, form = _decode_ordinary(record)
+            if form:
+                buffer = restore(buffer, form, dtype, size)  # noqa: PLW2901 (in its usual form from here on)
             if len(buffer) != size:
                 raise ProtocolError(f"a tensor needs {size} bytes, but its buffer has {len(buffer)}")
             tensor = torch.frombuffer(buffer, dtype=dtype)
@@ -60,7 +63,9 @@ def _read_lent(table: TensorTable, link: Link | None) -> list[torch.Tensor]:
         raise ProtocolError("a message has tensors in slots, but there is no link to its sender")
     tensors = []
     for record, (segment, index, device) in zip(table.ordinary, table.lent, strict=True):
-        dtype, size, shape, stride, requires_grad = _decode_ordinary(record)
+        dtype, size, shape, stride, requires_grad, smaller = _decode_ordinary(record)
+        if smaller:
+            raise ProtocolError(f"a tensor in a slot is in the form {smaller!r}; slots hold tensors as they are")
         if not is_device(device):
             raise ProtocolError(f"a tensor in a slot is to arrive on {device!r}, which is not a device")
         if shape is None:
@@ -78,8 +83,10 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(4096)
-def _decode_ordinary(record: bytes) -> tuple[torch.dtype, int, tuple[int, ...] | None, tuple[int, ...] | None, bool]:
-    """Decode a record: dtype, size in bytes, shape unless flat, stride unless dense, whether to require grad."""
+def _decode_ordinary(
+    record: bytes,
+) -> tuple[torch.dtype, int, tuple[int, ...] | None, tuple[int, ...] | None, bool, str]:
+    """Decode a record: dtype, size in bytes, shape unless flat, stride unless dense, whether to require grad, form."""
     read = decode_record(record)
     dtype, shape, grad = DTYPES.get(read.dtype), read.shape, read.requires_grad
     elements = math.prod(shape)
@@ -88,11 +95,13 @@ def _decode_ordinary(record: bytes) -> tuple[torch.dtype, int, tuple[int, ...] |
     if grad and not dtype.is_floating_point:
         raise ProtocolError(f"{read} cannot require grad: its dtype is not a floating-point type")
     if read.expanded:
-        return dtype, dtype.itemsize, shape, (0,) * len(shape), grad
-    return dtype, elements * dtype.itemsize, None if len(shape) == 1 else shape, None, grad
+        return dtype, dtype.itemsize, shape, (0,) * len(shape), grad, read.form
+    return dtype, elements * dtype.itemsize, None if len(shape) == 1 else shape, None, grad, read.form
 
 
 def _read_table(table: TensorTable, buffers: Sequence[Buffer], link: Link | None) -> list[torch.Tensor]:
+    if any(part.form for part in table.parts):
+        buffers = _restore(table.parts, buffers)
     uses = [0] * len(buffers)
     arrival = None if link is None else Arrival(link)
     for part in table.parts:
@@ -107,6 +116,25 @@ def _read_table(table: TensorTable, buffers: Sequence[Buffer], link: Link | None
     bases: dict[int, torch.Tensor] = {}
     parts = [_read_part(part, buffers, uses, bases, arrival) for part in table.parts]
     return [_read_spec(spec, parts) for spec in table.specs]
+
+
+def _restore(parts: Sequence[Part], buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers in their usual form."""
+    found = list(buffers)
+    of_buffers: dict[int, list[Part]] = {}
+    for part in parts:
+        of_buffers.setdefault(part.buffer, []).append(part)
+    for index, own in of_buffers.items():
+        form, dtype = own[0].form, DTYPES.get(own[0].dtype)
+        if any(part.form != form for part in own):
+            raise ProtocolError(f"{own[0]} and others on its buffer name different forms")
+        if form:
+            nbytes = max(map(needed_bytes, own))
+            alone = 0 <= index < len(found) and nbytes > 0 and all(part.dtype == own[0].dtype for part in own)
+            if not alone or dtype is None:
+                raise ProtocolError(f"{own[0]} is in the form {form!r}, but not in a buffer with its dtype alone")
+            found[index] = restore(found[index], form, dtype, nbytes)
+    return found
 
 
 def _read_part(

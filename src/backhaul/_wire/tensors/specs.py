@@ -36,6 +36,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     device: str = ""  # "": cpu; "meta"; or a device of the receiver, as in "cuda:0"
     spread: tuple[int, ...] | None = None  # strides with gaps, which the receiver gives the tensor again
     slot: tuple[int, int] | None = None  # replaces the buffer, see ``device_link``; the offset is into the slot
+    form: str = ""  # in which the memory travels, see ``buffer_forms``; all parts on a buffer name the same
 
 
 class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -58,6 +59,7 @@ class Ordinary(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     requires_grad: bool
     expanded: bool  # the buffer holds one element, and all other elements are equal to it
+    form: str = ""  # in which the memory travels, see ``buffer_forms``; the bytes of most records end before it
 
 
 class TensorTable(msgspec.Struct, array_like=True, frozen=True):
@@ -74,6 +76,13 @@ class TensorTable(msgspec.Struct, array_like=True, frozen=True):
 
 
 EMPTY_TABLE = TensorTable()
+
+
+def encode_record(record: Ordinary) -> bytes:
+    """The bytes of a record of an ordinary tensor."""
+    fields = msgspec.structs.astuple(record)
+    return msgspec.msgpack.encode(fields if record.form else fields[:-1])
+
 
 decode_record = msgspec.msgpack.Decoder(Ordinary).decode
 """Decode a record of an ordinary tensor; raises what msgspec raises. See ``read_record``."""

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from backhaul._wire.device_link import is_device
 from backhaul._wire.memory import Buffer
 from backhaul._wire.tensors.dtypes import DTYPES, QUANTIZED
 from backhaul._wire.tensors.specs import MAX_SPREAD, Part
 from backhaul.errors import ProtocolError
+
+
+def needed_bytes(part: Part) -> int:
+    """How many bytes of its buffer or slot a part needs. Raises ``ProtocolError`` as ``check_part``, except for what
+    concerns the buffer.
+    """
+    dtype = _check_fields(part)
+    return _reach(part, math.prod(part.shape)) * dtype.itemsize
 
 
 def check_part(part: Part, buffers: Sequence[Buffer]) -> int:
@@ -18,14 +28,7 @@ def check_part(part: Part, buffers: Sequence[Buffer]) -> int:
     Raises:
         ProtocolError: The part reaches beyond its buffer, or its fields contradict each other.
     """
-    dtype = DTYPES.get(part.dtype)
-    if dtype is None or dtype in QUANTIZED or not (part.device in ("", "meta") or is_device(part.device)):
-        raise ProtocolError(f"{part} has a dtype or a device that this worker does not accept")
-    if part.stride is not None and len(part.stride) != len(part.shape):
-        raise ProtocolError(f"shape and stride of {part} do not match")
-    numbers = (*part.shape, *(part.stride or ()), part.offset, *(part.slot or ()))
-    if min(numbers) < 0 or max(numbers) >= 1 << 62:
-        raise ProtocolError(f"{part} has a negative or too large size, stride or offset")
+    dtype = _check_fields(part)
     elements = math.prod(part.shape)
     if part.spread is not None:
         _check_spread(part, elements)
@@ -40,13 +43,22 @@ def check_part(part: Part, buffers: Sequence[Buffer]) -> int:
     return _check_memory(part, elements, dtype.itemsize, buffers)
 
 
+def _check_fields(part: Part) -> torch.dtype:
+    dtype = DTYPES.get(part.dtype)
+    if dtype is None or dtype in QUANTIZED or not (part.device in ("", "meta") or is_device(part.device)):
+        raise ProtocolError(f"{part} has a dtype or a device that this worker does not accept")
+    if part.stride is not None and len(part.stride) != len(part.shape):
+        raise ProtocolError(f"shape and stride of {part} do not match")
+    numbers = (*part.shape, *(part.stride or ()), part.offset, *(part.slot or ()))
+    if min(numbers) < 0 or max(numbers) >= 1 << 62:
+        raise ProtocolError(f"{part} has a negative or too large size, stride or offset")
+    return dtype
+
+
 def _check_memory(part: Part, elements: int, itemsize: int, buffers: Sequence[Buffer]) -> int:
     if part.stride is None and part.offset:
         raise ProtocolError(f"{part} is contiguous, so its offset must be 0")
-    reach = elements
-    if part.stride is not None:
-        reach = part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride, strict=True))
-    reach *= itemsize
+    reach = _reach(part, elements) * itemsize
     if part.slot is not None:
         if part.buffer != -1 or not part.device:
             raise ProtocolError(f"{part} is in a slot, so it must have a device and no buffer")
@@ -57,6 +69,13 @@ def _check_memory(part: Part, elements: int, itemsize: int, buffers: Sequence[Bu
     if reach > size or (part.stride is None and reach != size):
         raise ProtocolError(f"{part} needs {reach} bytes, but its buffer has {size}")
     return reach
+
+
+def _reach(part: Part, elements: int) -> int:
+    """How many elements of its memory a part spans."""
+    if part.stride is None:
+        return elements
+    return part.offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride, strict=True))
 
 
 def _check_spread(part: Part, elements: int) -> None:

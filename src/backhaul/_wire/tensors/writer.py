@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from backhaul._wire.device_link import Lease, Link
@@ -28,6 +27,7 @@ from backhaul._wire.tensors.specs import (
     Part,
     TensorSpec,
     TensorTable,
+    encode_record,
 )
 from backhaul.errors import SerializationError
 
@@ -47,7 +47,7 @@ def _describe(
     None if the tensor is not ordinary.
     """
     elements = math.prod(shape)
-    record = msgspec.msgpack.encode(Ordinary(DTYPE_NAMES[dtype], tuple(shape), requires_grad, not dense))
+    record = encode_record(Ordinary(DTYPE_NAMES[dtype], tuple(shape), requires_grad, not dense))
     if dtype not in BUFFERED or not elements or len(record) > MAX_RECORD_BYTES:
         return None
     return TensorTable(ordinary=(record,)), block_type((elements if dense else 1) * dtype.itemsize)

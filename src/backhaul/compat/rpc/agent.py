@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from backhaul._rpc.api import init, shutdown
+from backhaul._rpc.api import init
 from backhaul._rpc.calls.client import CallClient
+from backhaul._rpc.ending import shutdown
 from backhaul._rpc.node import Node
 from backhaul._rref.registry import RRefRegistry
 from backhaul._worker.worker import Worker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._rpc.cluster.environment import Place, expand_hosts, find_place
+from backhaul._rpc.cluster.environment import JobPlace, expand_hosts, find_place
 
 MASTER = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7000"}
 SLURM = {
@@ -47,7 +47,7 @@ LAUNCHERS: dict[str, tuple[dict[str, str], str | None, int | None]] = {
 }
 
 
-def find(environ: dict[str, str], *args: Any) -> Place:
+def find(environ: dict[str, str], *args: Any) -> JobPlace:
     return find_place(environ, *args, parent=123)
 
 
@@ -61,11 +61,11 @@ def test_every_launcher(launcher: str, rank: int, more: int, data: st.DataObject
     local = 0 if "Kubernetes" in launcher else data.draw(st.integers(0, rank))
     address, port = LAUNCHERS[launcher][1:]
     environ = environ_of(launcher, rank, size, local)
-    assert find(environ) == Place(rank, size, local, address, port, launcher)
-    assert find({**environ, **MASTER}) == Place(rank, size, local, "10.0.0.9", 7000, launcher)
+    assert find(environ) == JobPlace(rank, size, local, address, port, launcher)
+    assert find({**environ, **MASTER}) == JobPlace(rank, size, local, "10.0.0.9", 7000, launcher)
     # An argument counts more, and so do both.
-    assert find({**environ, **MASTER}, rank, size + 1) == Place(rank, size + 1, None, "10.0.0.9", 7000, "arguments")
-    assert find(environ, 0) == Place(0, size, local, address, port, launcher)
+    assert find({**environ, **MASTER}, rank, size + 1) == JobPlace(rank, size + 1, None, "10.0.0.9", 7000, "arguments")
+    assert find(environ, 0) == JobPlace(0, size, local, address, port, launcher)
     # Whatever the outer launcher says, torchrun started this process.
     inner = environ_of("torchrun (RANK)", 1, 3)
     assert find({**environ, **inner}).source == "torchrun (RANK)"
@@ -92,11 +92,11 @@ def test_environments_that_are_contradictory_or_half_set(launcher: str, size: in
 
 
 def test_nothing_says_where() -> None:
-    assert find({}) == Place()
-    assert find({"WORLD_SIZE": "3", "MASTER_ADDR": ""}) == Place(size=3, source="WORLD_SIZE")
+    assert find({}) == JobPlace()
+    assert find({"WORLD_SIZE": "3", "MASTER_ADDR": ""}) == JobPlace(size=3, source="WORLD_SIZE")
     assert find({"JOB_COMPLETION_INDEX": "1"}).size is None
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}
-    assert find(batch_script) == Place()
+    assert find(batch_script) == JobPlace()
     for port in ("0", "65536", "-1", "http"):
         with pytest.raises(ValueError, match="MASTER_PORT"):
             find({"MASTER_PORT": port})

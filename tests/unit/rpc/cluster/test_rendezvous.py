@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,23 @@ def test_a_late_rank_is_named_and_then_found(monkeypatch: pytest.MonkeyPatch) ->
     assert found[0].result() == [offer(0), offer(1)]
     assert len(noted) == 1
     assert "1 of 2 did not come" in noted[0]
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """As TCP stores while their server hangs."""
+    over = threading.Event()
+
+    class Hanging(HashStore):
+        def add(self, key: str, amount: int) -> int:
+            over.wait(60)
+            return 0
+
+    try:
+        for step in (lambda found: found.addresses("here"), lambda found: found.exchange(offer(1))):
+            with pytest.raises(RendezvousError, match="does not answer"):
+                step(StoreRendezvous(Hanging(), 1, 2, 0.01))
+    finally:
+        over.set()
 
 
 def test_ranks_of_different_sizes() -> None:

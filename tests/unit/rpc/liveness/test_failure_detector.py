@@ -46,6 +46,7 @@ def test_verdicts_follow_from_what_was_heard(history: list[tuple[float, dict[str
             silence[key] = 0.0 if heard or key not in silence else silence[key] + counted
         for key in set(silence) - set(seen):  # its channel is gone
             del silence[key]
+            detector.forget(key)
         beaten &= set(seen)
         suspected &= set(seen)
         report = detector.tick(now, {key: Sighting(received[key], sent[key], INTERVAL) for key in seen})
