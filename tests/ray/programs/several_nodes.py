@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 from ray.cluster_utils import Cluster
-from training import difference, train_on_ray
+from training import difference, train_on_ray, train_with_retries
 
 import backhaul as bh
 
@@ -95,6 +95,9 @@ def main() -> None:
         result = train_on_ray(cluster, lambda step: kill_in_step(4, step, processes))
         found["steps"], found["difference"] = result["steps"], difference(result["weights"])
         found["places again"] = cluster.run(place, (9,))
+        processes = [found["places again"][0][4]]
+        weights = train_with_retries(lambda step: kill_in_step(4, step, processes))
+        found["difference with retries"] = difference(weights)
         ray.kill(cluster.actors["worker2"])  # for good, and soon: until then it answers
         await_end(found["places again"][1][4])
         found["given up"] = error_of(cluster.wait_for, "worker2")
