@@ -75,6 +75,10 @@ def test_a_killed_actor_comes_back_and_the_weights_are_right(found: dict[str, An
     assert after[1][4] == before[1][4]
 
 
+def test_a_step_that_is_made_again_waits_for_ray(found: dict[str, Any]) -> None:
+    assert found["difference with retries"] < 1e-6
+
+
 def test_an_actor_that_ray_gives_up_is_an_error(found: dict[str, Any]) -> None:
     assert "WorkerFailedError" in found["given up"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import Any
 
 import ray
 import torch
 from ray.cluster_utils import Cluster
-from training import difference, train_on_ray
+from training import difference, train_on_ray, train_with_retries
 
 import backhaul as bh
 
@@ -50,6 +51,13 @@ def kill_in_step(chosen: int, step: int, processes: list[int]) -> None:
         os.kill(processes.pop(), signal.SIGKILL)
 
 
+def await_end(process: int) -> None:
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < deadline, f"process {process} does not end"
+        time.sleep(0.01)
+
+
 def error_of(call: Any, *args: Any, **kwargs: Any) -> list[str]:
     """The types of what a call raises, and its text."""
     try:
@@ -87,7 +95,11 @@ def main() -> None:
         result = train_on_ray(cluster, lambda step: kill_in_step(4, step, processes))
         found["steps"], found["difference"] = result["steps"], difference(result["weights"])
         found["places again"] = cluster.run(place, (9,))
-        ray.kill(cluster.actors["worker2"])  # for good
+        processes = [found["places again"][0][4]]
+        weights = train_with_retries(lambda step: kill_in_step(4, step, processes))
+        found["difference with retries"] = difference(weights)
+        ray.kill(cluster.actors["worker2"])  # for good, and soon: until then it answers
+        await_end(found["places again"][1][4])
         found["given up"] = error_of(cluster.wait_for, "worker2")
     cluster.shutdown()  # does nothing
     found["ended"] = cluster.driver.closed

@@ -70,6 +70,23 @@ def train_on_ray(cluster: bh.ray.RayCluster, before_backward: Callable[[int], No
             cluster.wait_for()
 
 
+def train_with_retries(before_backward: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    """The same training, in which ``retry_step`` makes a step again that has lost a worker."""
+    model = bh.nn.split(make_model(), PLACES)
+    optimizer = make_optimizer(model)
+
+    def make_step(step: int) -> None:
+        loss = loss_of(model, step)
+        before_backward(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(STEPS):
+        bh.retry_step(make_step, (model, optimizer), (step,), wait=60.0)
+    return model.state_dict()
+
+
 def save(step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bytes:
     """A checkpoint, as a program writes it into a file. A ``state_dict`` alone goes on changing."""
     file = io.BytesIO()
