@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import time
@@ -273,6 +274,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--lost", type=float, default=0.1, help="the share of workers that crash")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    logging.getLogger("backhaul").setLevel(logging.CRITICAL)  # hundreds of workers note each loss
     run = ManyWorkers(given.workers, given.seed, given.lost)
 
     def report(phase: Phase) -> None:
