@@ -73,7 +73,6 @@ class LocalPass:
     """
 
     _groups: ReadyGroups | None = None
-    _task = 0
     deadline: float | None = None
     failed = False
     aborted = False
@@ -106,6 +105,8 @@ class LocalPass:
         self._ledger = ledger
         self._starts = roots, inputs, results
         self._simple = suits(spec, context)  # whether the native core may run sources
+        # The number of the ``GraphTask`` of this pass. A method would be a cycle, which keeps the graph alive.
+        self._task_number = itertools.repeat(new_task_number()).__next__
         self._ran: Ran = {}
         self._reports = ReportBuffer()
         self._told: dict[int, list[PassTally]] = {}  # tallies by receiver: the driver, or a worker that passes them on
@@ -148,12 +149,6 @@ class LocalPass:
         """Find the groups of this worker if the pass most likely needs them. It takes as long as the graph is large."""
         if not self._simple:
             self.groups.prepare()
-
-    def _task_number(self) -> int:
-        """The number of the ``GraphTask`` of this pass."""
-        if not self._task:
-            self._task = new_task_number()
-        return self._task
 
     def start(self, seeds: Grads) -> None:
         """At the driver: run the groups that the roots make ready, and send what they produce."""
