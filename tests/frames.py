@@ -46,10 +46,12 @@ class Frames:
         return {name: count / TIMES for name, count in self.arrived.items()}
 
     def _wait_for_releases(self) -> None:
-        """Wait until the owners know of all references that were dropped, and no call is under way."""
+        """Wait until the owners know of all references that were dropped, and no call or context is left."""
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while len({self._count("num_forks"), self._count("num_user_rrefs"), _count_handles()}) > 1 or any(
-            len(worker.part(Node).client.pending) for worker in self._workers
+        while (
+            len({self._count("num_forks"), self._count("num_user_rrefs"), _count_handles()}) > 1
+            or any(len(worker.part(Node).client.pending) for worker in self._workers)
+            or self._count("num_autograd_contexts")
         ):
             assert time.monotonic() < deadline, "a reference was never released"
             time.sleep(0.002)
