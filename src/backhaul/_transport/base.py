@@ -80,6 +80,9 @@ class Channel(abc.ABC):
     names: frozenset[str] | None = None
     """The worker names in the peer's certificate; None: the peer has no certificate."""
 
+    key: str | None = None
+    """Identifies the peer's certificate, and with it the peer's private key: a hash. None: it has no certificate."""
+
     @property
     def backlog(self) -> int:
         """How many bytes wait to be sent because the peer reads too slowly."""
