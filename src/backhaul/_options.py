@@ -166,6 +166,8 @@ class Limits:
             is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
+        relayed: How many connections between workers that do not listen this worker relays at once, for all of them
+            together. 0: it relays none.
     """
 
     frame_bytes: int = 8 << 30
@@ -175,8 +177,11 @@ class Limits:
     calls: int | None = None
     bytes_in_flight: int | None = None
     contexts: int | None = None
+    relayed: int = 256
 
     def __post_init__(self) -> None:
+        if self.relayed < 0:
+            raise ValueError(f"relayed must not be negative, got {self.relayed}; 0 means that nothing is relayed")
         if self.frame_bytes < 1 << 16:
             raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
         if not 1 <= self.depth <= 256:
@@ -242,6 +247,9 @@ class Options:
             all workers are on one host. Beyond loopback a secret is required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
+        listen: Whether workers of other hosts may connect to this one. False: it opens all connections itself, behind
+            NAT or a firewall for example. Two such workers reach each other through a member that listens; what they
+            send is encrypted between the two.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
@@ -284,6 +292,7 @@ class Options:
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
     advertise: str | None = None
+    listen: bool = True
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
@@ -314,6 +323,8 @@ class Options:
                 )
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
+        if not self.listen and (self.bind, self.advertise) != (None, None):
+            raise ValueError("bind and advertise say where a worker listens, but listen is False")
         _check_bytes(self, "shm_bytes")
         _check_compression(self.compression)
         if self.spin != "auto" and not (

@@ -83,6 +83,9 @@ class Channel(abc.ABC):
     key: str | None = None
     """Identifies the peer's certificate, and with it the peer's private key: a hash. None: it has no certificate."""
 
+    relayed: bool = False
+    """Whether another member passes the bytes on. They are encrypted between the two ends then."""
+
     @property
     def backlog(self) -> int:
         """How many bytes wait to be sent because the peer reads too slowly."""
@@ -184,6 +187,9 @@ class Endpoint(abc.ABC):
 
     addresses: tuple[str, ...]
     """The addresses of this end, best first."""
+
+    key: str = ""
+    """Identifies the certificate with which this end proves itself over relayed connections; empty: it has none."""
 
     quiet: bool = True
     """Whether nothing runs but threads that wait for messages. Set by the threads that poll; see ``spin_wait``."""

@@ -78,6 +78,8 @@ class Admission:
             problem = f"this is worker '{own.name}', not the '{hello.to}' that was meant"
         elif not self._certificates.allow(channel, record.name):
             problem = self._certificates.mismatch(channel, record.name)
+        elif not self._certificates.holds_key(channel, self._table.member(record.incarnation) or record):
+            problem = f"the certificate is not that of worker '{record.name}'"
         elif (known := self._peers.of(channel)) is not None and known.record.incarnation != record.incarnation:
             problem = f"this channel is that of worker '{known.info.name}'"
         else:

@@ -97,7 +97,7 @@ class GracefulShutdown:
         # In this order: a thread that hears of a joiner compares it with _leader. So one of the two threads sees what
         # the other has done.
         self._leader = leader.record.id
-        lower = [peer for peer in self._peers if peer.record.id < leader.record.id]
+        lower = [peer for peer in self._peers if peer.record.seniority < leader.record.seniority]
         if any(tried.get(peer.record.id) is not peer for peer in lower):
             self._report(deadline)  # another worker has come in the place of one that could not be reached
             return
@@ -145,8 +145,9 @@ class GracefulShutdown:
                 if not self._detector.over:
                     self._detector.joined(member)
                     self._present.add(member)
-                leader = self._leader
-            if self._peers.shutting_down and leader is not None and member < leader and not self._may_exit.opened:
+                leader = None if self._leader is None else self._peers.with_id(self._leader)
+            senior = leader is not None and peer.record.seniority < leader.record.seniority
+            if self._peers.shutting_down and senior and not self._may_exit.opened:
                 self._report_again()  # other members may have heard of it earlier, and report to it
         elif what in ("left", "replaced"):
             with self._lock:

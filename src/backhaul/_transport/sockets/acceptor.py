@@ -15,7 +15,11 @@ from collections.abc import Callable
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
 from backhaul._transport.sockets.epoll_set import EpollSet
-from backhaul._transport.sockets.pending_connections import PendingConnection, TlsPendingConnection
+from backhaul._transport.sockets.pending_connections import (
+    PendingConnection,
+    RelayedPendingConnection,
+    TlsPendingConnection,
+)
 from backhaul._transport.sockets.relay import Relay
 from backhaul._transport.sockets.tcp_listener import TcpListener
 from backhaul._transport.sockets.tls import Credentials
@@ -98,7 +102,7 @@ class Acceptor:
 
     def take(self, sock: socket.socket, peer: str, credentials: Credentials) -> None:
         """Accept what the other end of a relayed connection begins: TLS, whatever this worker's ports take."""
-        self._await_proof(TlsPendingConnection(self, sock, peer, credentials))
+        self._await_proof(RelayedPendingConnection(self, sock, peer, credentials))
 
     def _await_proof(self, pending: PendingConnection) -> None:
         with self._lock:

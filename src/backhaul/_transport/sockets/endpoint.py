@@ -63,8 +63,6 @@ class SocketEndpoint(Endpoint):
 
     Attributes:
         relay: The connections that this worker relays for others.
-        relayed_credentials: What this worker proves itself with over connections that others relay for it. Set before
-            the first of these.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class SocketEndpoint(Endpoint):
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
         self.relay = Relay(self.descriptors, relayed)
-        self.relayed_credentials: Credentials | None = None
+        self._relayed_credentials: Credentials | None = None
         self._acceptor = Acceptor(self.descriptors, secret, self.relay, self._accepted)
         self._connector = Connector(secret)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
@@ -122,6 +120,11 @@ class SocketEndpoint(Endpoint):
             self._connector.scope = listener.where.interface
             kept = (address for address in self.addresses if not address.startswith("tcp:"))
             self.addresses = (*kept, self._acceptor.listen_tcp(listener, credentials))
+
+    def use_relays(self, credentials: Credentials) -> None:
+        """Reach other workers through relays too, and prove itself to them with these credentials."""
+        self._relayed_credentials = credentials
+        self.key = credentials.key
 
     def poll(self, timeout: float | None) -> Event | None:
         if self._acceptor.paused:
@@ -250,39 +253,43 @@ class SocketEndpoint(Endpoint):
 
     def connect(self, address: str, *, timeout: float) -> Channel:
         self._check_open(address)
-        return self._make_channel(self._connector.connect(address, timeout), address)
+        return self._make_channel(self._connector.connect(address, timeout), address, relayed=False)
 
     def connect_through(self, address: str, leg: Leg, *, timeout: float) -> Channel:
         """As ``connect``, to the other end of a relayed connection. The relay listens at ``address``."""
-        self._check_open(address)
-        assert self.relayed_credentials is not None
-        sock = self._connector.connect_through(address, leg, self.relayed_credentials, timeout)
-        return self._make_channel(sock, f"relayed by {address}")
+        sock = self._connector.connect_through(address, leg, self._for_relays(address), timeout)
+        return self._make_channel(sock, f"relayed by {address}", relayed=True)
 
     def accept_through(self, address: str, leg: Leg, *, timeout: float) -> None:
         """Wait for the other end of a relayed connection, and accept what it begins as from a port of this worker. The
         relay listens at ``address``. Raises ``ConnectionError``.
         """
-        self._check_open(address)
-        assert self.relayed_credentials is not None
+        credentials = self._for_relays(address)
         sock = self._connector.open_leg(address, leg, timeout)
         try:
-            self._acceptor.take(sock, f"relayed by {address}", self.relayed_credentials)
+            self._acceptor.take(sock, f"relayed by {address}", credentials)
         except (OSError, ValueError) as error:  # the endpoint is being closed
             sock.close()
             raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed") from error
+
+    def _for_relays(self, address: str) -> Credentials:
+        self._check_open(address)
+        if self._relayed_credentials is None:
+            raise ConnectionRefusedError("this worker uses no relays")
+        return self._relayed_credentials
 
     def _check_open(self, address: str) -> None:
         if self._closed:
             raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed")
 
-    def _make_channel(self, sock: socket.socket, peer: str) -> Channel:
+    def _make_channel(self, sock: socket.socket, peer: str, *, relayed: bool) -> Channel:
         try:
             channel = (
                 TlsChannel(self, TlsSocket(sock), peer)
                 if isinstance(sock, ssl.SSLSocket)
                 else SocketChannel(self, sock, peer)
             )
+            channel.relayed = relayed
             if not self._adopt(channel):
                 raise ConnectionAbortedError(f"cannot connect to {peer}: this worker is closed")
             return channel

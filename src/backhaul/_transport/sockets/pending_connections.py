@@ -213,3 +213,12 @@ class TlsPendingConnection(PendingConnection):
         assert self._secure is not None
         while not self._handshake.done and self._secure.pending():  # the descriptor is not readable for these
             super()._read()
+
+
+class RelayedPendingConnection(TlsPendingConnection):
+    """A connection that another end has begun through a relay."""
+
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+        channel = super().make_channel(endpoint)
+        channel.relayed = True
+        return channel
