@@ -1,4 +1,4 @@
-"""Which members are asked for a worker that cannot be dialed: the worker and whoever looks for it come to one result."""
+"""Which members are asked for a worker that cannot be dialed: it and whoever looks for it come to one result."""
 
 from __future__ import annotations
 
