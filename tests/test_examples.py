@@ -76,6 +76,13 @@ def test_cartpole_actors() -> None:
     assert numbers_after("average return of the last episodes", done.stdout)[0] > 10
 
 
+def test_split_learning() -> None:
+    done = run("split_learning.py")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "equal to the last bit: yes" in done.stdout
+    assert numbers_after("accuracy on new customers", done.stdout)[0] > 0.95
+
+
 @pytest.mark.slow
 def test_cartpole_is_solved() -> None:
     done = run("cartpole_actors.py")
