@@ -165,9 +165,12 @@ def run_part(role: str, certificates: str | None) -> None:
     """One of the three processes."""
     tls = None
     if certificates is not None:
-        tls = bh.Tls(f"{certificates}/{role}.pem", f"{certificates}/{role}.key", f"{certificates}/authority.pem")
-    transport = "auto" if tls is None else "tcp"  # Unix sockets have no certificates
-    options = bh.Options(transport=transport, security=bh.Security(trusted=False, tls=tls))
+        tls = bh.Tls(
+            certificate=f"{certificates}/{role}.pem",
+            key=f"{certificates}/{role}.key",
+            authority=f"{certificates}/authority.pem",
+        )
+    options = bh.Options(security=bh.Security(trusted=False, tls=tls))
     if role == "lab":
         own_labels(options)
     else:
