@@ -26,12 +26,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backhaul._launch.embedded import worker_names
 from backhaul._launch.pipe_store import PipeStore, Table
-from backhaul._options import Options
+from backhaul._options import Options, Tls
 from backhaul._rpc.api import init
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
 from backhaul._rpc.ending import shutdown
 from backhaul._runtime import interrupts
+from backhaul._transport.sockets.certificates import issue
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
@@ -78,7 +79,8 @@ def launch(
         workers: The number of workers (``worker0``, ``worker1``, ...), or their names.
         args: Positional arguments for all workers, a tuple or a list.
         kwargs: Keyword arguments for all workers, a dict.
-        options: The options of all workers.
+        options: The options of all workers. With ``Security(tls="auto", trusted=False)`` each worker gets a certificate
+            that proves its name, and no worker can make one.
         timeout: After this many seconds, end all processes and raise ``TimeoutError``.
         start_method: ``forkserver`` starts many workers much faster: they share one import of torch.
         torchrun_variables: Whether each process gets the environment variables that torchrun sets (``RANK``,
@@ -106,16 +108,27 @@ def launch(
     if not torchrun_variables:
         environment.clear()
     environment[SECRET_VARIABLE] = secrets.token_hex(32)
+    # Every worker knows the secret, and could make a certificate of any name from it. So workers that do not trust each
+    # other get certificates of another authority, whose key stays here.
+    untrusted = options is not None and options.security.tls == "auto" and not options.security.trusted
+    authority = secrets.token_bytes(32) if untrusted else None
     processes = _WorkerProcesses(names)
     try:
         with _real_main_file():
             for rank, name in enumerate(names):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun_variables else {}
-                processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}))
+                tls = None if authority is None else _certificate(authority, name)
+                processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}, tls))
         return processes.results(None if timeout is None else time.monotonic() + timeout)
     finally:
         processes.end()
         del store  # an error keeps this frame alive, and the frame must not keep the server alive
+
+
+def _certificate(authority: bytes, name: str) -> Tls:
+    """A new certificate for one worker."""
+    made = issue(authority, name)
+    return Tls(certificate=made.certificate, key=made.key, authority=made.authority)
 
 
 def _has_main_file() -> bool:
@@ -293,6 +306,7 @@ def _work(  # noqa: PLR0917 (given by position)
     rank: int,
     world_size: int,
     environment: dict[str, str],
+    tls: Tls | None,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """What a worker process does."""
@@ -306,6 +320,8 @@ def _work(  # noqa: PLR0917 (given by position)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         function, args, kwargs, options = pickle.loads(job)
+        if tls is not None:
+            options = dataclasses.replace(options, security=dataclasses.replace(options.security, tls=tls))
         store = PipeStore(pipe) if options is None or options.init_method is None else None
         init(name, rank=rank, world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)
