@@ -263,7 +263,7 @@ def drive(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
             try:
                 step()
                 break
-            except (bh.PeerLostError, bh.errors.GraphFreedError):  # the other worker may lose this one only now
+            except bh.PeerLostError:  # the other worker may lose this one only now
                 assert time.monotonic() < deadline
         (folder / "end").touch()
         bh.shutdown(graceful=False)

@@ -76,7 +76,7 @@ class Connections:
         self._worker = worker
         self._own = own
         self._members = members
-        self.certificates = CertificateNames(worker.options)
+        self.certificates = CertificateNames(worker)
         # Guards _by_channel, links, _refusals, _closed_bytes and the channels of all peers.
         self._lock = threading.Lock()
         self._by_channel: dict[Channel, Peer] = {}
@@ -152,8 +152,7 @@ class Connections:
                 return self._opened_by(peer)
             if not self.certificates.allow(channel, name):
                 channel.close()
-                listed = self.certificates.listed(channel)
-                raise AuthenticationError(f"its certificate is for {listed}, not for '{name}'")
+                raise AuthenticationError(self.certificates.mismatch(channel, name))
             self.adopt(channel, peer)
             channel.send(self.hello_to(peer.record))
         except AuthenticationError as error:

@@ -72,7 +72,7 @@ def _given_address(options: Options, towards: str | None) -> ListenAddress | Non
         return None
     if options.bind is not None or options.advertise is not None:
         return listen_address(options.bind, options.advertise, towards)
-    return listen_address("127.0.0.1") if options.transport == "tcp" else None
+    return listen_address("127.0.0.1") if options.tcp_only else None
 
 
 class OwnEndpoint:
@@ -123,7 +123,7 @@ class OwnEndpoint:
             credentials = self._credentials(beyond_loopback=given is not None and given.beyond_loopback)
             self.endpoint = SocketEndpoint(
                 secret=secret,
-                unix=options.transport != "tcp",
+                unix=not options.tcp_only,
                 limit=options.limits.frame_bytes,
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
