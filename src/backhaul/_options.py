@@ -1,5 +1,7 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
+# Over the limit because each option is described where it stands: half of the lines are docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -177,8 +179,7 @@ class Limits:
             is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
-        relayed: How many connections between workers that do not listen this worker relays at once, for all of them
-            together. 0: it relays none.
+        relayed: How many connections of workers that do not listen this worker relays, for all of them together.
     """
 
     frame_bytes: int = 8 << 30
@@ -192,7 +193,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.relayed < 0:
-            raise ValueError(f"relayed must not be negative, got {self.relayed}; 0 means that nothing is relayed")
+            raise ValueError(f"relayed must not be negative, got {self.relayed}")
         if self.frame_bytes < 1 << 16:
             raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
         if not 1 <= self.depth <= 256:
@@ -259,9 +260,8 @@ class Options:
             all workers are on one host. Beyond loopback a secret is required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
-        listen: Whether workers of other hosts may connect to this one. False: it opens all connections itself, behind
-            NAT or a firewall for example. Two such workers reach each other through a member that listens; what they
-            send is encrypted between the two.
+        listen: Whether workers of other hosts may connect to this one. If not (NAT, firewalls) it opens all connections
+            itself, and two such workers reach each other through a member that listens.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of

@@ -236,3 +236,49 @@ def test_relays_that_leave_are_replaced(tmp_path: pathlib.Path) -> None:
     """Two of three: the last one is neither an anchor of the first choice nor asked first."""
     *_, found = run_processes(lose_relays, 5, tmp_path)
     assert len(set(found)) == 3
+
+
+# What else two such workers do with each other.
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+
+def use_everything(rank: int, folder: pathlib.Path) -> Any:
+    worker = start(rank, 3, folder, rank == 0)
+    if rank == 2:
+        bh.serve()
+        return None
+    if rank == 0:
+        wait_for(folder / "done")
+        relayed = bh.get_debug_info()["num_relayed"]
+        bh.shutdown()
+        return relayed
+    counter = bh.remote("worker2", Counter)
+    numbers = [counter.rpc_sync().add(number) for number in (1, 2)]
+    torch.manual_seed(0)
+    local = torch.nn.Linear(3, 2)
+    module = bh.nn.RemoteModule("worker2", torch.nn.Linear, args=(3, 2))
+    module.load_state_dict(local.state_dict())
+    x = torch.ones(2, 3)
+    with bh.context() as context:
+        loss = module(x).square().sum()
+        bh.backward(context, [loss])
+        bh.optim.DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1).step(context)
+    local(x).square().sum().backward()
+    torch.optim.SGD(local.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dict(module.state_dict()), dict(local.state_dict()))
+    channel = worker.part(Node).peers.find("worker2").channel
+    (folder / "done").touch()
+    bh.shutdown()
+    return numbers, channel is not None and channel.relayed
+
+
+def test_references_modules_optimizers_and_serve(tmp_path: pathlib.Path) -> None:
+    assert run_processes(use_everything, 3, tmp_path) == [1, ([1, 3], True), None]

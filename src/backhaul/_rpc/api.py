@@ -293,7 +293,7 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 def get_debug_info() -> dict[str, int]:
     """Counters of the current worker: its own calls that are pending, cancelled or retried; calls that it has served,
     and calls that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
-    it other workers use; contexts; backward passes that it drives.
+    it other workers use; connections between other workers that it relays; contexts; backward passes that it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}
 

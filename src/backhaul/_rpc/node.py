@@ -91,6 +91,7 @@ class Node:
         worker.counters["num_calls_dropped"] = lambda: self.server.dropped
         worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
+        worker.counters["num_relayed"] = lambda: worker.endpoint.relayed
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 

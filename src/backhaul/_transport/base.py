@@ -225,6 +225,11 @@ class Endpoint(abc.ABC):
         """How many slots of that shared memory the peers use."""
         return 0
 
+    @property
+    def relayed(self) -> int:
+        """How many connections between other workers this end relays."""
+        return 0
+
     def share_nothing(self) -> None:  # noqa: B027
         """Use no memory that peers can change after this end has checked it. Called before the first ``poll``."""
 

@@ -177,6 +177,7 @@ class Relaying:
             channel.close()
             log.warning("worker '%s' relayed a connection to somebody else than '%s'", relay.info.name, peer.info.name)
             raise AuthenticationError(f"its certificate is not that of worker '{peer.info.name}'")
+        log.info("worker '%s' relays the connection to worker '%s'", relay.info.name, peer.info.name)
         return channel
 
     def _await_channel(self, peer: Peer) -> OneShotEvent:

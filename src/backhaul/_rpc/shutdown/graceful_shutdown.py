@@ -1,6 +1,6 @@
 """Graceful shutdown of the whole cluster: exchanges the messages that ``termination`` asks for.
 
-The leader is the member with the lowest id that can be reached. All members tell it that they are ready; it asks for
+The leader is the first member by seniority that can be reached. All members tell it that they are ready; it asks for
 tallies until nothing is under way anywhere, and then allows all of them to exit.
 """
 
@@ -113,7 +113,7 @@ class GracefulShutdown:
         self._send(self._peers.own, Frame(Kind.READY), deadline)
 
     def _find_leader(self, tried: dict[int, Peer], deadline: float) -> Peer:
-        """The member with the lowest id that can be reached, or that did not answer: such a member may still come."""
+        """The first member by seniority that can be reached, or that did not answer: such a member may still come."""
         for peer in self._peers:
             if peer is self._peers.own:
                 break

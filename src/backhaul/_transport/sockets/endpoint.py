@@ -243,6 +243,10 @@ class SocketEndpoint(Endpoint):
             channels = list(self._channels.values())
         return sum(channel.slots_lent for channel in channels)
 
+    @property
+    def relayed(self) -> int:
+        return self.relay.carried
+
     def share_nothing(self) -> None:
         self.budget = Budget(0)
 
