@@ -4,6 +4,7 @@ and the limits of relays. Behind NAT: ``test_nat``.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from .hosts import wait_for
 from .processes import run_processes
 
 SECRET = "the secret of the relays"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def start(rank: int, size: int, folder: pathlib.Path, listen: bool, **given: Any) -> bh.Worker:
@@ -178,6 +179,48 @@ def without_trust(rank: int, folder: pathlib.Path) -> Any:
 
 def test_members_that_do_not_trust_each_other(tmp_path: pathlib.Path) -> None:
     assert run_processes(without_trust, 4, tmp_path)[3] == ([9, 9], True)
+
+
+def come_again(rank: int, folder: pathlib.Path) -> Any:
+    security = {"trusted": False, "tls": "auto"}
+    if rank == 4:
+        wait_for(folder / "died")
+        given = bh.Security(secret=SECRET, **security)
+        options = bh.Options(transport="tcp", listen=False, security=given, rendezvous_timeout=SECONDS)
+        bh.init("worker2", join=wait_for(folder / "address"), options=options)
+        wait_for(folder / "done")
+        bh.shutdown(graceful=False)
+        return None
+    worker = start(rank, 4, folder, rank < 2, security=security)
+    found: list[Any] = []
+    if rank == 0:
+        (folder / "part").write_text(bh.get_address())
+        (folder / "part").rename(folder / "address")
+    if rank == 2:
+        wait_for(folder / "called")
+        (folder / "died").touch()
+        os._exit(0)
+    if rank == 3:
+        seen: set[str] = set()
+        deadline = time.monotonic() + SECONDS
+        while len(seen) < 2:
+            assert time.monotonic() < deadline
+            try:
+                assert bh.rpc_sync("worker2", exposed, args=(torch.ones(1),)).item() == 3
+            except (bh.PeerLostError, bh.errors.UnknownWorkerError):
+                continue
+            peer = worker.part(Node).peers.find("worker2")
+            seen.add(peer.record.incarnation)
+            (folder / "called").touch()
+        found = [bool(peer.channel and peer.channel.relayed), len(seen)]
+        (folder / "done").touch()
+    wait_for(folder / "done")
+    bh.shutdown(graceful=False)
+    return found
+
+
+def test_a_worker_that_comes_again_without_trust(tmp_path: pathlib.Path) -> None:
+    assert run_processes(come_again, 5, tmp_path)[3] == [True, 2]
 
 
 def nothing_is_relayed(rank: int, folder: pathlib.Path) -> Any:

@@ -147,6 +147,8 @@ class Admission:
         same = record.name == rival.info.name
         if same and self._certificates.bound and channel.names is not None:
             return True  # its certificate says that it is that worker
+        if not rival.record.listens and not self.trusts_any_member:
+            return False  # a relay can make that worker seem lost, and then come under its name: ask the leader
         return bool(rival.lost) and (same or self.trusts_any_member)
 
     # Workers that others tell of.
