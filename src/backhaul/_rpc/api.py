@@ -174,8 +174,9 @@ def get_address() -> str:
 def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
     """Call ``callback`` when workers join, leave or are lost, as the current worker sees it.
 
-    The callback runs on a thread of the worker, with the worker current. It gets one event at a time. A worker does not
-    notice the loss of a worker to which it has never been connected.
+    The callback runs on a thread of the worker, with the worker current. It gets one event at a time. A worker hears
+    later of the loss of a worker to which it has never been connected: when it calls it, or when the leader asks it to
+    look, because that worker was silent for others.
 
     Returns:
         A function that ends the subscription.
