@@ -250,8 +250,9 @@ class Options:
             is given; ``"unix"`` and ``"tcp"`` listen on that alone. ``"auto"`` is ``"tcp"`` where peers are not trusted
             and certificates name them: Unix sockets have no certificates.
         bind: Where TCP listens: a host name or IP address, also with a port (``"10.0.0.5:7000"``), or ``"if:eth0"`` for
-            the address of an interface. Default: the address that reaches the store of the rendezvous, or loopback if
-            all workers are on one host. Beyond loopback a secret is required.
+            the address of an interface. Default: the address that reaches the store of the rendezvous, if workers are
+            on several hosts, or if one starts alone and others may join it; else none. Beyond loopback a secret is
+            required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
