@@ -58,7 +58,7 @@ def _walk(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Comple
     for action in parser._actions:  # argparse has no public way to list them
         if isinstance(action, argparse._SubParsersAction):
             below = dict(action.choices)
-            words |= {each.dest: each.help or "" for each in action._choices_actions}
+            words |= {name: (child.description or "").partition("\n")[0] for name, child in below.items()}
         elif action.option_strings:
             options |= dict.fromkeys(action.option_strings, action.help or "")
             if action.nargs != 0:
