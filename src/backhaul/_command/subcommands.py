@@ -54,6 +54,7 @@ class Subcommand:
 
 # In the order of ``backhaul --help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
+    "run": Subcommand("run", "start a script on several workers", reports=False),
     "env": Subcommand("env", "versions and settings, for a bug report"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }
