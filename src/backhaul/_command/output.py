@@ -45,9 +45,9 @@ class Output:
         return self._console
 
     def text(self, *parts: RenderableType) -> None:
-        """Print text for people. Strings may have rich's markup."""
+        """Print text for people. Strings may have rich's markup; they are not broken into lines."""
         for part in parts:
-            self.console.print(part)
+            self.console.print(part, soft_wrap=isinstance(part, str))
 
     def report(self, data: Any, shown: Callable[[], RenderableType]) -> None:
         """Print what a subcommand found: ``data`` as JSON with ``--json``, else what ``shown`` returns."""

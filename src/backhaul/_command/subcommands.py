@@ -56,5 +56,6 @@ class Subcommand:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "run": Subcommand("run", "start a script on several workers", reports=False),
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "certs": Subcommand("certs", "make, show and check certificates for TLS"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }
