@@ -38,12 +38,11 @@ def report_findings(findings: Sequence[Finding], output: Output) -> int:
     wrong = sum(each.level == "wrong" for each in findings)
     data: dict[str, Any] = {"good": not wrong, "findings": [asdict(each) for each in findings]}
     output.report(data, lambda: _table(findings))
+    notes = sum(each.level == "note" for each in findings)
     if wrong:
-        output.text(f"\n[bold red]{wrong} of {len(findings)} are wrong[/]: fix them as the lines with → say")
-    elif notes := sum(each.level == "note" for each in findings):
-        output.text(
-            f"\n[green]nothing is wrong[/]; {notes} of {len(findings)} could be better, as the lines with → say"
-        )
+        output.text(f"\n[bold red]{wrong} of {len(findings)} checks found something wrong[/]: → says how to fix it")
+    elif notes:
+        output.text(f"\n[green]nothing is wrong[/]; {notes} of {len(findings)} could be better: → says how")
     else:
         output.text("\n[green]all is well[/]")
     return FAILED if wrong else FINE
