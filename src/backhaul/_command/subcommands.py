@@ -55,6 +55,7 @@ class Subcommand:
 # In the order of ``backhaul --help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "run": Subcommand("run", "start a script on several workers", reports=False),
+    "demo": Subcommand("demo", "a tour of one minute: calls, gradients, a lost worker, a profile", reports=False),
     "doctor": Subcommand("doctor", "check this machine, and say how to fix what is wrong"),
     "env": Subcommand("env", "versions and settings, for a bug report"),
     "certs": Subcommand("certs", "make, show and check certificates for TLS"),
