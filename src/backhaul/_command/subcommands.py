@@ -58,6 +58,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "demo": Subcommand("demo", "a tour of one minute: calls, gradients, a lost worker, a profile", reports=False),
     "doctor": Subcommand("doctor", "check this machine, and say how to fix what is wrong"),
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "bench": Subcommand("bench", "compare Backhaul with torch.distributed.rpc on this machine"),
     "certs": Subcommand("certs", "make, show and check certificates for TLS"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }
