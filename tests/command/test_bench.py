@@ -11,7 +11,7 @@ ROWS = ["small", "large", "together", "gradient"]
 
 
 def test_both_systems_are_measured() -> None:
-    done = run_command("bench", "--rounds", "1", "--json")
+    done = run_command("bench", "--rounds", "1", "--seconds", "0.02", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)["rows"]
     assert [each["row"] for each in found] == ROWS

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from backhaul._command import machine
-from backhaul._command.output import FINE, CommandFailure, Output
+from backhaul._command.output import FINE, MISUSED, CommandFailure, Output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -62,16 +62,19 @@ class BenchedPair:
 def add_arguments(parser: ArgumentParser) -> None:
     """How long, and against what."""
     parser.add_argument("--rounds", type=int, default=3, help="how often each row is measured (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for a row in a round (%(default)s)")
     parser.add_argument("--alone", action="store_true", help="measure Backhaul only")
 
 
 def main(given: Namespace, output: Output) -> int:
     """Measure, and print the table."""
+    if given.rounds < 1 or not 0 < given.seconds <= 10:
+        raise CommandFailure("--rounds must be 1 or more, and --seconds above 0 and at most 10", MISUSED)
     systems = SYSTEMS[:1] if given.alone else SYSTEMS
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
         try:
             with _pairs(systems, Path(folder), errors) as pairs:
-                times = _measure(pairs, max(1, given.rounds), output)
+                times = _measure(pairs, given, output)
         except EOFError as error:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-3:]
@@ -84,7 +87,7 @@ def main(given: Namespace, output: Output) -> int:
         "torch": machine.torch_facts().get("version"),
         "native_core": machine.core_state()[0],
         "processors": machine.processors(),
-        "rounds": max(1, given.rounds),
+        "rounds": given.rounds,
     }
     output.report({**setting, "rows": found}, lambda: _table(found))
     core = "with" if setting["native_core"] == "ready" else "without"
@@ -135,7 +138,7 @@ def _kill(pairs: list[BenchedPair]) -> None:
             process.kill()
 
 
-def _measure(pairs: list[BenchedPair], rounds: int, output: Output) -> dict[tuple[str, str], list[float]]:
+def _measure(pairs: list[BenchedPair], given: Namespace, output: Output) -> dict[tuple[str, str], list[float]]:
     """The times by row and system, in turns."""
     times: dict[tuple[str, str], list[float]] = {}
     shown = output.console.status("starting") if output.console.is_terminal else None
@@ -143,12 +146,12 @@ def _measure(pairs: list[BenchedPair], rounds: int, output: Output) -> dict[tupl
         for pair in pairs:
             while pair.answer() != "ready":
                 pass
-        for number in range(rounds):
+        for number in range(given.rounds):
             for row, text in ROWS.items():
                 if shown is not None:
-                    shown.update(f"round {number + 1} of {rounds}: {text}")
+                    shown.update(f"round {number + 1} of {given.rounds}: {text}")
                 for pair in pairs:
-                    times.setdefault((row, pair.system), []).append(float(pair.answer(row)))
+                    times.setdefault((row, pair.system), []).append(float(pair.answer(f"{row} {given.seconds}")))
     return times
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ CALLEE = "callee"
 TOGETHER = 100
 """How many calls the row ``together`` makes at once."""
 
-_WARM_UP_SECONDS = 0.1
-_MEASURED_SECONDS = 0.4  # for each row in each round
+_WARM_UP = 0.25  # the part of the time that is not measured
 _LEAST_TIMES = 5
 
 
@@ -33,7 +32,7 @@ class BenchedSystem:
 
     call: Callable[..., Any]
     submit: Callable[..., Any]
-    wait: Callable[[Sequence[Any]], Any]
+    wait: Callable[[list[Any]], Any]
     gradient: Callable[[torch.Tensor], torch.Tensor]
     stop: Callable[[], None]
 
@@ -48,18 +47,18 @@ def scale(value: torch.Tensor) -> torch.Tensor:
     return value * 3.0
 
 
-def measure(system: BenchedSystem, row: str) -> float:
-    """The median time of one operation, in seconds.
+def measure(system: BenchedSystem, row: str, seconds: float) -> float:
+    """The median time of one operation, in seconds. Measures for so many seconds.
 
     Raises:
         RuntimeError: The system computed something else than expected.
     """
     run, operations = _operation(system, row)
-    warm = time.perf_counter() + _WARM_UP_SECONDS
+    warm = time.perf_counter() + seconds * _WARM_UP
     while time.perf_counter() < warm:
         run()
     times: list[float] = []
-    end = time.perf_counter() + _MEASURED_SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < _LEAST_TIMES:
         began = time.perf_counter()
         run()

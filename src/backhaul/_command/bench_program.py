@@ -1,5 +1,5 @@
-"""One process that ``backhaul bench`` measures: a worker of Backhaul or of the reference. Reads the names of rows, and
-writes for each the time of one operation in seconds.
+"""One process that ``backhaul bench`` measures: a worker of Backhaul or of the reference. Reads the names of rows
+with how long to measure, and writes for each the time of one operation in seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main() -> None:
     if rank == "0":
         print("ready", flush=True)
         for line in sys.stdin:
-            print(measure(made, line.strip()), flush=True)
+            row, seconds = line.split()
+            print(measure(made, row, float(seconds)), flush=True)
     made.stop()
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import torch
-import torch.distributed.autograd as reference_autograd
+import torch.distributed.autograd
 import torch.distributed.rpc as reference
 
 from backhaul._command.bench_calls import CALLEE, BenchedSystem, scale
+
+_autograd: Any = torch.distributed.autograd  # its names are not annotated
 
 
 def start(name: str, rank: int, size: int, store: str) -> BenchedSystem:
@@ -25,8 +28,8 @@ def start(name: str, rank: int, size: int, store: str) -> BenchedSystem:
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor:
-    with reference_autograd.context() as context:
+    with _autograd.context() as context:
         loss = reference.rpc_sync(CALLEE, scale, args=(x,)).sum()
-        reference_autograd.backward(context, [loss])
-        gradient: torch.Tensor = reference_autograd.get_gradients(context)[x]
+        _autograd.backward(context, [loss])
+        gradient: torch.Tensor = _autograd.get_gradients(context)[x]
     return gradient
