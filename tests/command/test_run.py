@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..cluster.hosts import make_hosts
 from .processes import COMMAND, SECONDS, run_command
 
 # Prints what it got; no torch, so that it is fast.
@@ -64,17 +65,17 @@ def test_lines_stay_whole(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_is_shown_whole(tmp_path: Path) -> None:
-    """Worker 1 fails. Worker 0 waits for it, and so fails because of it."""
+    """One worker fails. The other one waits for it, and so fails because of it."""
     script = write(
         tmp_path,
         "script.py",
         "import time\nimport backhaul as bh\nme = bh.init()\n"
-        "if me.name == 'worker0':\n    bh.rpc_sync('worker1', time.sleep, args=(1000,))\n"
-        "if me.name == 'worker1':\n    raise LookupError('the data are gone')\n",
+        "if me.name == 'trainer':\n    bh.rpc_sync('table', time.sleep, args=(1000,))\n"
+        "if me.name == 'table':\n    raise LookupError('the data are gone')\n",
     )
-    done = run_command("run", "-n", "2", script, cwd=tmp_path)
+    done = run_command("run", "--names", "trainer,table", script, cwd=tmp_path)
     assert done.returncode == 1
-    shown = done.stderr[done.stderr.index("worker1 failed") :].splitlines()
+    shown = done.stderr[done.stderr.index("table failed") :].splitlines()
     assert shown[1] == "Traceback (most recent call last):"
     assert "LookupError: the data are gone" in shown
     assert [line for line in shown if "PeerLostError" in line] == []
@@ -165,17 +166,25 @@ def test_hosts_are_reached_by_ssh(tmp_path: Path, ssh: str) -> None:
     assert (tmp_path / "connections").read_text().splitlines() == ["one", "two"]
 
 
-def test_workers_meet_under_their_names(tmp_path: Path, ssh: str) -> None:
+def test_workers_on_hosts_meet_and_encrypt(tmp_path: Path) -> None:
+    """Two network namespaces. Nobody has set a secret or an address: the command makes the one, and finds the other."""
     script = write(
         tmp_path,
         "script.py",
-        "import os\nimport backhaul as bh\nme = bh.init()\nif me.name == 'trainer':\n"
-        "    print(bh.rpc_sync('table', os.getenv, args=('HOST_NAME',)))\n    bh.shutdown()\n"
+        "import socket\nimport backhaul as bh\nfrom backhaul._rpc.node import Node\nme = bh.init()\n"
+        "if me.info.id == 0:\n"
+        "    print(bh.rpc_sync('worker1', socket.gethostname))\n"
+        "    print(type(me.part(Node).peers.find('worker1').channel).__name__)\n    bh.shutdown()\n"
         "else:\n    bh.serve()\n",
     )
-    options = ("--hosts", "one,two", "--names", "trainer,table", "--master-addr", "127.0.0.1", "--ssh", ssh)
-    done = run_command("run", *options, script, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "trainer | two\n", "")
+    with make_hosts(2, tmp_path) as hosts:
+        cases = [f'{host.address}) exec {shlex.join(host.command("sh", "-c"))} "$2" ;;' for host in hosts]
+        ssh = write(tmp_path, "ssh", "\n".join(["#!/bin/sh", 'case "$1" in', *cases, "esac"]))
+        (tmp_path / ssh).chmod(0o700)
+        addresses = ",".join(host.address for host in hosts)
+        done = run_command("run", "--hosts", addresses, "--ssh", str(tmp_path / ssh), script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["worker0 | host2", "worker0 | TlsChannel"]
 
 
 def test_ctrl_c_ends_processes_of_other_hosts(tmp_path: Path, ssh: str) -> None:
