@@ -1,5 +1,7 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
+# Over the limit because each option is described where it stands: half of the lines are docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -177,6 +179,7 @@ class Limits:
             is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
+        relayed: How many connections of workers that do not listen this worker relays, for all of them together.
     """
 
     frame_bytes: int = 8 << 30
@@ -186,8 +189,11 @@ class Limits:
     calls: int | None = None
     bytes_in_flight: int | None = None
     contexts: int | None = None
+    relayed: int = 256
 
     def __post_init__(self) -> None:
+        if self.relayed < 0:
+            raise ValueError(f"relayed must not be negative, got {self.relayed}")
         if self.frame_bytes < 1 << 16:
             raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
         if not 1 <= self.depth <= 256:
@@ -255,6 +261,8 @@ class Options:
             required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
+        listen: Whether workers of other hosts may connect to this one. If not (NAT, firewalls) it opens all connections
+            itself, and two such workers reach each other through a member that listens.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
@@ -297,6 +305,7 @@ class Options:
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
     advertise: str | None = None
+    listen: bool = True
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
@@ -327,6 +336,8 @@ class Options:
                 )
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
+        if not self.listen and (self.bind, self.advertise) != (None, None):
+            raise ValueError("bind and advertise say where a worker listens, but listen is False")
         _check_bytes(self, "shm_bytes")
         _check_compression(self.compression)
         if self.spin != "auto" and not (

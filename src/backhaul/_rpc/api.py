@@ -169,8 +169,15 @@ def _join(
 
 @graph_break
 def get_address() -> str:
-    """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP."""
-    addresses = current_worker().endpoint.addresses
+    """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP.
+
+    Raises:
+        ValueError: The worker has no address (``Options(listen=False)``).
+    """
+    worker = current_worker()
+    addresses = worker.endpoint.addresses
+    if not addresses:
+        raise ValueError(f"worker '{worker.name}' has no address: its Options say listen=False; use another member's")
     return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
 
 
@@ -299,7 +306,7 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 def get_debug_info() -> dict[str, int]:
     """Counters of the current worker: its own calls that are pending, cancelled or retried; calls that it has served,
     and calls that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
-    it other workers use; contexts; backward passes that it drives.
+    it other workers use; connections between other workers that it relays; contexts; backward passes that it drives.
     """
     return {name: count() for name, count in current_worker().counters.items()}
 
@@ -307,4 +314,5 @@ def get_debug_info() -> dict[str, int]:
 @graph_break
 def get_worker_infos() -> list[WorkerInfo]:
     """All workers of the cluster, by id, without those that have left or are lost."""
-    return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    found = [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    return sorted(found, key=lambda info: info.id)
