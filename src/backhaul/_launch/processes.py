@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -38,6 +39,9 @@ from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import WorkerFailedError, WorkersLostError
 
+log = logging.getLogger("backhaul")
+
+_NOTICE_SECONDS = 5.0  # after which the parent logs which workers have not started; each further wait is twice as long
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
 _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -198,6 +202,7 @@ class _WorkerProcesses:
         self._processes: list[BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._table = Table()
+        self._silent = set(range(len(names)))  # the ranks of processes that have not reached ``init``
 
     def start(self, context: Any, rank: int, job: tuple[Any, ...]) -> None:
         ours, theirs = context.Pipe()
@@ -215,8 +220,18 @@ class _WorkerProcesses:
         """Wait for all results; raise the first failure as soon as there is one."""
         outcomes: dict[int, _ProcessOutcome] = {}
         dead: dict[int, float] = {}
+        pause = _NOTICE_SECONDS
+        notice = time.monotonic() + pause
         while len(outcomes) + len(dead) < len(self._names):
-            if not self._collect(outcomes, dead, deadline):
+            until = notice if self._silent and (deadline is None or notice < deadline) else deadline
+            if not self._collect(outcomes, dead, until):
+                if until is not deadline:
+                    log.warning(
+                        "waits for workers to start: %s", ", ".join(self._names[r] for r in sorted(self._silent))
+                    )
+                    pause *= 2
+                    notice = time.monotonic() + pause
+                    continue
                 missing = [n for r, n in enumerate(self._names) if r not in outcomes]
                 raise TimeoutError(f"launch timed out; still at work: {', '.join(missing)}")
             if dead or any(isinstance(outcome.body, Fault) for outcome in outcomes.values()):
@@ -237,6 +252,7 @@ class _WorkerProcesses:
             if self._pipes[rank] in ready:
                 try:
                     message = pickle.loads(self._pipes[rank].recv_bytes())
+                    self._silent.discard(rank)
                 except (EOFError, OSError):
                     dead[rank] = time.monotonic()
                     continue

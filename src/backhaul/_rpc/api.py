@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,6 +14,7 @@ from backhaul._devices.placement import check
 from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.addressing import other_host
+from backhaul._rpc.cluster.environment import NAME_VARIABLE
 from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
 from backhaul._rpc.cluster.own_endpoint import (
     OwnEndpoint,
@@ -54,7 +56,8 @@ def init(
     lost, the new one takes its place. Once this returns, every member knows the worker.
 
     Args:
-        name: A name that no other worker has; ``worker<rank>`` if not given.
+        name: A name that no other worker has; ``BACKHAUL_NAME``, which ``backhaul run`` sets, or ``worker<rank>`` if
+            not given.
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: How many workers there are.
         store: A ``torch.distributed.Store`` for the rendezvous, in place of ``options.init_method``.
@@ -77,6 +80,7 @@ def init(
     """
     began = time.monotonic()
     options = options or Options()
+    name = name if name is not None else os.environ.get(NAME_VARIABLE) or None
     if name is not None:
         check_name(name)
     if running_workers():
