@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from backhaul._command.output import FAILED, MISUSED, CommandFailure, Output
 from backhaul._command.run_places import LOCALHOST, HostEntry, WorkerPlace, environment_of, place_workers, read_hosts
-from backhaul._command.run_progress import WorkerLog, describe_status
+from backhaul._command.run_progress import WorkerLog
 from backhaul._command.run_supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -188,7 +188,11 @@ def _conclude(supervisor: Supervisor) -> None:
     if progress.signal is not None:
         console.print(f"\n[bold]backhaul run[/]: {progress.signal.name}: all workers were ended")
     elif first is not None:
-        _show_failure(console, first, [each for each in progress.workers if each.has_trouble and each is not first])
+        _show_failure(
+            console,
+            first,
+            [each for each in progress.workers if (each.failed or each.failed_slowly) and each is not first],
+        )
     for host in supervisor.unanswered:
         console.print(f"[bold red]{host} did not answer[/]: look there for processes that are left")
 
@@ -196,10 +200,9 @@ def _conclude(supervisor: Supervisor) -> None:
 def _show_failure(console: Console, first: WorkerLog, others: Sequence[WorkerLog]) -> None:
     from rich.markup import escape
 
-    assert first.status is not None
     console.print()
     what = f"{first.name} failed first" if others else f"{first.name} failed"
-    console.rule(f"[bold red]{what}: it {describe_status(first.status)}[/]", align="left")
+    console.rule(f"[bold red]{what}: it {first.describe()}[/]", align="left")
     for line in first.failure():
         console.print(escape(line))
     console.rule(style="red")
