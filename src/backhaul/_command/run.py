@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SSH_VARIABLE = "BACKHAUL_SSH"
 
 _SECRET_VARIABLE = "BACKHAUL_SECRET"  # its home, own_endpoint, imports torch
-_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 _PORTS = range(10_000, 30_000)  # below the ports that the system gives to clients
 _HOST_MODULE = "backhaul._command.run_host"
 
@@ -58,7 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--hosts", metavar="A,B:2", help="hosts, or a file with a host on each line; HOST:2 gets two workers")
     add("--master-addr", metavar="HOST", help="where the workers meet; the first host, if not given")
     add("--master-port", type=int, metavar="PORT", help="the port there; a free one, if not given")
-    add("--ssh", metavar="COMMAND", help=f"how hosts are reached; {SSH_VARIABLE}, or `{_SSH}`, if not given")
+    add(
+        "--ssh",
+        metavar="COMMAND",
+        help=f"how hosts are reached; {SSH_VARIABLE}, or ssh without a password, if not given",
+    )
     add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for workers of other hosts")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
