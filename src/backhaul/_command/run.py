@@ -107,15 +107,15 @@ def main(given: Namespace, output: Output) -> int:
     supervisor = Supervisor([place.name for place in places])
     common = _common_environment(given)
     try:
-        for host in dict.fromkeys(place.host for place in places):
-            here = [place for place in places if place.host == host]
-            workers = [
-                (each.rank, {**common, **environment_of(each, len(places), address, port, named=bool(given.names))})
-                for each in here
-            ]
-            job = {"workers": workers, "command": command}
-            supervisor.start(host, _host_command(given, host), job)
-        supervisor.run()
+        with supervisor.catch_signals():
+            for host in dict.fromkeys(place.host for place in places):
+                workers = [
+                    (each.rank, {**common, **environment_of(each, len(places), address, port, named=bool(given.names))})
+                    for each in places
+                    if each.host == host
+                ]
+                supervisor.start(host, _host_command(given, host), {"workers": workers, "command": command})
+            supervisor.run()
     finally:
         supervisor.close()
     _conclude(supervisor)

@@ -17,6 +17,7 @@ MORE_FAILURES_SECONDS = 0.5
 TERMINATE_SECONDS, KILL_SECONDS = 1.2, 0.6
 """After SIGTERM until SIGKILL, and after SIGKILL until hosts that do not answer are given up: together below 2 s."""
 
+_LOST_STATUS = 255  # of a worker whose host was lost; ssh ends with it too
 _KEPT_LINES = 400  # of each worker, to show its failure
 _SHOWN_LINES = 20  # of a worker that failed without a traceback
 
@@ -43,6 +44,7 @@ class WorkerLog:
         status: Its exit status, negative for a signal; None while it runs.
         ended_at: When it ended.
         ended_by_us: Whether it ended after it was told to.
+        lost: Whether only its host was lost: how the worker ended is unknown.
         failed_at: When its last traceback began; None: there was none.
         lines: Its last lines, those of the standard error marked with True.
     """
@@ -51,6 +53,7 @@ class WorkerLog:
     status: int | None = None
     ended_at: float = 0.0
     ended_by_us: bool = False
+    lost: bool = False
     failed_at: float | None = None
     lines: deque[tuple[bool, str]] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
@@ -73,7 +76,7 @@ class WorkerLog:
         """The lines that say why it failed: its last traceback with the causes, or else its last lines."""
         errors = [line for is_error, line in self.lines if is_error]
         starts = [n for n, line in enumerate(errors) if _TRACEBACK.match(line)]
-        if not starts or self.was_killed:
+        if not starts or self.was_killed or self.lost:
             return [line for _, line in self.lines][-_SHOWN_LINES:]
         first = len(starts) - 1
         while first and any(each.startswith(_CHAINS) for each in errors[starts[first - 1] : starts[first]]):
@@ -92,6 +95,8 @@ class WorkerLog:
 
     def describe(self) -> str:
         """How it failed, for people."""
+        if self.lost:
+            return "was lost, with its host"
         if self.failed_slowly:
             return "raised, and was ended before it came to its end"
         return describe_status(self.status or 0)
@@ -133,6 +138,14 @@ class RunProgress:
             self._next, self.wake_at = Order.TERMINATE, now + MORE_FAILURES_SECONDS
         if self.done:
             self._next = self.wake_at = None
+
+    def on_host_lost(self, rank: int, said: Sequence[str], now: float) -> None:
+        """The process that runs the host of a worker has ended, or the connection to it. ``said``: its last lines."""
+        worker = self.workers[rank]
+        if worker.status is None:
+            worker.lost = True
+            worker.lines.extend((True, line) for line in said)
+            self.on_end(rank, _LOST_STATUS, now)
 
     def on_signal(self, number: signal.Signals, now: float) -> Order | None:
         """The user, or who has started the command, wants it to end. A second signal does not wait."""

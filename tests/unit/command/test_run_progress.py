@@ -98,6 +98,17 @@ def test_the_others_are_ended_after_a_failure_first_gently() -> None:
     assert progress.exit_status() == 1
 
 
+def test_a_lost_host_says_why() -> None:
+    progress = RunProgress(["a", "b"])
+    progress.on_line(0, "step 1", is_error=False, now=1.0)
+    progress.on_host_lost(0, ["node1: no route"], 2.0)
+    progress.on_end(0, 0, 2.1)  # too late
+    first = progress.first_failure()
+    assert first is progress.workers[0]
+    assert first.failure() == ["step 1", "node1: no route"]
+    assert progress.exit_status() == 255
+
+
 def test_workers_that_end_well_let_the_others_go_on() -> None:
     progress = RunProgress(["a", "b"])
     progress.on_end(0, 0, 1.0)
