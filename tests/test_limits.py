@@ -18,6 +18,7 @@ def test_one_class_name_is_one_thing() -> None:
 
 def test_the_count() -> None:
     source = "class A:\n    a: int\n    def f(self):\n        self.b = self.c, self.d = 1\n    async def g(self): ...\n"
+    source += "    @overload\n    def g(self): ...\n"
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.ClassDef)
     assert count_methods(node) == 2

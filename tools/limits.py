@@ -58,8 +58,9 @@ def excesses() -> Iterator[Excess]:
 
 
 def count_methods(node: ast.ClassDef) -> int:
-    """How many methods a class defines itself."""
-    return sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+    """How many methods a class defines itself. The overloads of a method are types of one method."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return sum("overload" not in map(ast.unparse, each.decorator_list) for each in methods)
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
 import cloudpickle
 import torch
@@ -37,6 +37,9 @@ from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import WorkerFailedError, WorkersLostError
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
 _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -50,6 +53,22 @@ class _ProcessOutcome:
     at: float
     body: Payload | Fault
     buffers: list[bytes]
+
+
+# fmt: off
+@overload
+def launch(function: Callable[[*Ts], T], workers: int | Sequence[str], *, args: tuple[*Ts] | list[Any],
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[], T], workers: int | Sequence[str], *, args: tuple[()] = ...,
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: tuple[Any, ...] | list[Any] = ...,
+           kwargs: Mapping[str, Any], options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+# fmt: on
 
 
 def launch(
