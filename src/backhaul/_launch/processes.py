@@ -57,7 +57,11 @@ class _ProcessOutcome:
 
 # fmt: off
 @overload
-def launch(function: Callable[[*Ts], T], workers: int | Sequence[str], *, args: tuple[*Ts] | list[Any],
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: list[Any],
+           kwargs: Mapping[str, Any] | None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[*Ts], T], workers: int | Sequence[str], *, args: tuple[*Ts],
            kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
            start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
 @overload
@@ -65,7 +69,7 @@ def launch(function: Callable[[], T], workers: int | Sequence[str], *, args: tup
            kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
            start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
 @overload
-def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: tuple[Any, ...] | list[Any] = ...,
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: tuple[Any, ...] = ...,
            kwargs: Mapping[str, Any], options: Options | None = ..., timeout: float | None = ...,
            start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
 # fmt: on

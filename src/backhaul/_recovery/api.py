@@ -98,7 +98,11 @@ def _kept_of(worker: Worker, given: Sequence[Any]) -> _Kept:
 
 # fmt: off
 @overload
-def retry_step(step: Callable[[*Ts], T], state: Any, args: tuple[*Ts] | list[Any], kwargs: None = ..., *,
+def retry_step(step: Callable[..., T], state: Any, args: list[Any], kwargs: Mapping[str, Any] | None = ..., *,
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+@overload
+def retry_step(step: Callable[[*Ts], T], state: Any, args: tuple[*Ts], kwargs: None = ..., *,
                attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
                snapshot_every: int = ...) -> T: ...
 @overload

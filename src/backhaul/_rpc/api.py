@@ -189,10 +189,16 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
 
 # fmt: off
 @overload
-def rpc_sync(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
              timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
 @overload
-def rpc_sync(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def rpc_sync(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
              timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
 @overload
 def rpc_sync(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
@@ -276,10 +282,16 @@ def rpc_sync(
 
 # fmt: off
 @overload
-def rpc_async(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
               timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
 @overload
-def rpc_async(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def rpc_async(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
               timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
 @overload
 def rpc_async(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,

@@ -50,10 +50,16 @@ extensions.append(_extend)
 
 # fmt: off
 @overload
-def remote(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def remote(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
            timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
 @overload
-def remote(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts] | list[Any], kwargs: None = ...,
+def remote(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
            timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
 @overload
 def remote(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,

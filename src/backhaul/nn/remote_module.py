@@ -104,9 +104,11 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors, Generic[Inputs, O
 
     # fmt: off
     @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., RunsForward[Inputs, Output]],
+                 args: list[Any], kwargs: Named | None = ..., *, _module_interface_cls: type | None = ...) -> None: ...
+    @overload
     def __init__(self, remote_device: str, module_cls: Callable[[*Ts], RunsForward[Inputs, Output]],
-                 args: tuple[*Ts] | list[Any], kwargs: None = ..., *, _module_interface_cls: type | None = ...,
-                 ) -> None: ...
+                 args: tuple[*Ts], kwargs: None = ..., *, _module_interface_cls: type | None = ...) -> None: ...
     @overload
     def __init__(self, remote_device: str, module_cls: Callable[[], RunsForward[Inputs, Output]],
                  args: None = ..., kwargs: None = ..., *, _module_interface_cls: type | None = ...) -> None: ...

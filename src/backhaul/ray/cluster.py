@@ -61,13 +61,16 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
 
     # fmt: off
     @overload
-    def run(self, function: Callable[[*Ts], T], args: tuple[*Ts] | list[Any], kwargs: None = ..., *,
+    def run(self, function: Callable[..., T], args: list[Any], kwargs: Mapping[str, Any] | None = ..., *,
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ..., *,
             on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
     @overload
     def run(self, function: Callable[[], T], args: tuple[()] = ..., kwargs: None = ..., *,
             on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
     @overload
-    def run(self, function: Callable[..., T], args: tuple[Any, ...] | list[Any], kwargs: Mapping[str, Any], *,
+    def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
             on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
     @overload
     def run(self, function: Callable[..., T], *, kwargs: Mapping[str, Any],
