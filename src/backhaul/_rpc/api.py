@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul import _native
 from backhaul._devices.placement import check
 from backhaul._options import Options
+from backhaul._rpc.call_types import LateResult, Named, Positional, Target
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.addressing import other_host
 from backhaul._rpc.cluster.environment import NAME_VARIABLE
@@ -35,6 +36,7 @@ from backhaul._worker.worker import Worker, current_worker, running_workers
 from backhaul.errors import RendezvousError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @graph_break
@@ -205,16 +207,53 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
     return current_worker().part(MembershipEvents).subscribe(callback)
 
 
+# fmt: off
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[], T], args: None = ..., kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], args: Positional, kwargs: Named,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], args: Positional, kwargs: Named,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], *, kwargs: Named, timeout: float | None = ...,
+             retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], *, kwargs: Named, timeout: float | None = ...,
+             retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: str, args: Positional = ..., kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> Any: ...
+# fmt: on
+
+
 @graph_break
 def rpc_sync(
-    to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    to: Target,
+    func: Callable[..., Any] | str,
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     retry: Retry | None = None,
-) -> T:
+) -> Any:
     """Call ``func(*args, **kwargs)`` on another worker and return its result.
 
     The call is part of the autograd graph, as a call of ``func`` here would be: ``backward`` goes back through it, and
@@ -254,24 +293,60 @@ def rpc_sync(
         tensor([3., 3.])
     """
     client = cast(Node, current_worker().parts[Node]).client
-    result: T = (
+    return (
         client.call(to, func, args, kwargs, timeout)
         if retry is None
         else Attempts(client, retry, to, func, args, kwargs, timeout).run()
     )
-    return result
+
+
+# fmt: off
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[], T], args: None = ..., kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], args: Positional, kwargs: Named,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], args: Positional, kwargs: Named,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], *, kwargs: Named, timeout: float | None = ...,
+              retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], *, kwargs: Named, timeout: float | None = ...,
+              retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: str, args: Positional = ..., kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[Any]: ...
+# fmt: on
 
 
 @graph_break
 def rpc_async(
-    to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    to: Target,
+    func: Callable[..., Any] | str,
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     retry: Retry | None = None,
-) -> Future[T]:
+) -> Future[Any]:
     """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
     future is done).
 
