@@ -57,6 +57,8 @@ class Security:
         allow: Only with ``trusted=False``: who may call which exposed function, as patterns of worker names ->
             patterns of function names. Default: every worker may call what ``expose`` allows it to call.
         tracebacks: Whether callers get the traceback of an error. Default: the value of ``trusted``.
+        monitors: Whether a process that knows the secret, and is no worker, may see what this worker does
+            (``backhaul top``): functions, rates, memory, members. Default: the value of ``trusted``.
 
     Example:
         >>> Security(trusted=False, allow={"client*": ["lookup"]}).trusted
@@ -69,6 +71,7 @@ class Security:
     trusted: bool = True
     allow: Mapping[str, Sequence[str]] | None = None
     tracebacks: bool | None = None
+    monitors: bool | None = None
 
     def __post_init__(self) -> None:
         if self.tls is not None and self.tls != "auto" and not isinstance(self.tls, Tls):

@@ -24,6 +24,7 @@ from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
+from backhaul._runtime.observer_pair import both_traces
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.call_frames import ReceivedRequest, encode_values, read_request, reply_frame
 from backhaul._wire.callables import resolve
@@ -105,7 +106,7 @@ class CallServer:
             waiting = self._waiting.setdefault(channel, set())
         waiting.add(frame.number)
         call.waiting = waiting
-        arrived = 0 if observer is None else observer.now()
+        arrived = 0 if observer is None else observer.arrived(call)
         return functools.partial(self._context.copy().run, self._run, call, frame, arrived)
 
     def _on_cancel(self, channel: Channel, frame: Frame) -> Task | None:
@@ -184,7 +185,7 @@ class CallServer:
         elif call.cancelled or call.now() > call.until:
             raise self._drop(call, name, request)
         if PROFILE in notes and (observer := self._worker.observer) is not None:
-            call.trace = observer.serve(notes[PROFILE], peer.record.id, arrived)
+            call.trace = both_traces(call.trace, observer.serve(notes[PROFILE], peer.record.id, arrived))
         try:
             function = self._find(name, call) if name else None
             tensors = request.tensors(peer.link.arrive(call.channel))
