@@ -198,6 +198,7 @@ class Monitor:
                 self._view.broke(key, "listens only on its own host")
                 continue
             attempt = self._connecting.submit(self._endpoint.connect, address, timeout=CONNECT_SECONDS)
+            attempt.add_done_callback(lambda _: self._endpoint.wake())
             self._attempts[attempt] = key
 
     def _take_connections(self) -> None:

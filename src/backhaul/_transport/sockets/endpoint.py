@@ -71,6 +71,7 @@ class SocketEndpoint(Endpoint):
         spin: float | Literal["auto"] = "auto",
     ) -> None:
         self.limit = limit
+        self.secret = secret
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self._signal_wait = SignalWait(self.spin_limit)
