@@ -55,5 +55,6 @@ class Subcommand:
 # In the order of ``backhaul --help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "top": Subcommand("top", "what the workers of a running cluster do, as a live table or page"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }

@@ -41,12 +41,13 @@ class ChannelRate(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What a worker does per second."""
+    """What a worker does per second: calls, bytes, and backward passes that it drives."""
 
     served: float = 0.0
     called: float = 0.0
     sent: float = 0.0
     received: float = 0.0
+    passes: float = 0.0
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -187,11 +188,15 @@ class ClusterView:
                 self._note(now, known, state, reason)
             known.state, known.reason = state, reason
         ordered = sorted(self._known.values(), key=lambda known: (known.member.id, known.answered))
+        channels = tuple(channel for known in ordered for channel in _channels(known))
+        received = collections.Counter[str]()  # as the senders count: memory that is shared has no bytes to receive
+        for channel in channels:
+            received[channel.target] += channel.rate
         return ClusterStatus(
             at=now,
             time=time,
-            workers=tuple(_view(known, now) for known in ordered),
-            channels=tuple(channel for known in ordered for channel in _channels(known)),
+            workers=tuple(_view(known, now, received[known.member.name]) for known in ordered),
+            channels=channels,
             doubts=tuple(self._all_doubts()),
             events=tuple(self._events),
             problems=tuple(problems),
@@ -227,45 +232,40 @@ class ClusterView:
 
 
 def _rates(before: WorkerStatus, after: WorkerStatus) -> tuple[Rates, dict[str, float]]:
+    """What a worker did per second between two answers, and the bytes that it sent by worker."""
     seconds = after.at - before.at
-    sent, received = _by_worker(before), _by_worker(after)
-    by_worker = {
-        name: max(received[name][0] - sent.get(name, (0, 0))[0], 0) / seconds for name in received
-    }
-    got = sum(max(received[name][1] - sent.get(name, (0, 0))[1], 0) for name in received) / seconds
-    return (
-        Rates(
-            served=max(after.served - before.served, 0) / seconds,
-            called=max(after.called - before.called, 0) / seconds,
-            sent=sum(by_worker.values()),
-            received=got,
-        ),
-        by_worker,
+    sent, earlier = _sent(after), _sent(before)
+    by_worker = {name: max(total - earlier.get(name, 0), 0) / seconds for name, total in sent.items()}
+    rates = Rates(
+        served=max(after.served - before.served, 0) / seconds,
+        called=max(after.called - before.called, 0) / seconds,
+        sent=sum(by_worker.values()),
+        passes=max(after.graphs.passes_ended - before.graphs.passes_ended, 0) / seconds,
     )
+    return rates, by_worker
 
 
-def _by_worker(status: WorkerStatus) -> dict[str, tuple[int, int]]:
-    """By worker at the other end: bytes sent and received, over all channels."""
-    found: dict[str, tuple[int, int]] = {}
+def _sent(status: WorkerStatus) -> collections.Counter[str]:
+    """By worker at the other end: the bytes that went there, over all channels."""
+    found = collections.Counter[str]()
     for channel in status.channels:
-        sent, received = found.get(channel.worker, (0, 0))
-        found[channel.worker] = sent + channel.sent, received + channel.received
+        found[channel.worker] += channel.sent
     return found
 
 
 def _channels(known: _Known) -> Iterable[ChannelRate]:
     if known.status is None or known.state == "lost":
         return
-    waiting: collections.Counter[str] = collections.Counter()
+    waiting = collections.Counter[str]()
     for channel in known.status.channels:
         waiting[channel.worker] += channel.waiting
-    for name, (sent, _) in _by_worker(known.status).items():
-        rate = known.channel_rates.get(name, 0.0)
-        yield ChannelRate(known.member.name, name, rate, sent, waiting[name])
+    for name, sent in _sent(known.status).items():
+        yield ChannelRate(known.member.name, name, known.channel_rates.get(name, 0.0), sent, waiting[name])
 
 
-def _view(known: _Known, now: float) -> WorkerView:
+def _view(known: _Known, now: float, received: float) -> WorkerView:
     status = known.status
+    rates = msgspec.structs.replace(known.rates, received=received) if known.state in ("up", "silent") else Rates()
     return WorkerView(
         id=known.member.id,
         name=known.member.name,
@@ -273,6 +273,6 @@ def _view(known: _Known, now: float) -> WorkerView:
         state=known.state,
         reason=known.reason,
         age=-1.0 if known.answered < 0 else now - known.answered,
-        rates=known.rates if known.state in ("up", "silent") else Rates(),
+        rates=rates,
         status=status,
     )

@@ -112,7 +112,11 @@ def _graphs(node: Node) -> GraphStatus:
         for gradient in context.held():
             counted.add(gradient)
     return GraphStatus(
-        len(engine.container), sum(len(context.sends) for context in contexts), counted.nbytes, len(engine.drivers)
+        contexts=len(engine.container),
+        messages=sum(len(context.sends) for context in contexts),
+        gradient_bytes=counted.nbytes,
+        passes=len(engine.drivers),
+        passes_ended=engine.passes_ended,
     )
 
 

@@ -103,12 +103,14 @@ class GraphStatus(msgspec.Struct, frozen=True):
         messages: Messages that were sent and wait for their gradients.
         gradient_bytes: The gradients that contexts hold.
         passes: Backward passes that this worker drives now.
+        passes_ended: Backward passes that it drove and that have ended.
     """
 
     contexts: int = 0
     messages: int = 0
     gradient_bytes: int = 0
     passes: int = 0
+    passes_ended: int = 0
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
