@@ -26,7 +26,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 
     at: float
     worker: str
-    kind: str  # "up", "silent", "lost" or "left"
+    kind: str  # "joined", "silent", "lost", "up" (again) or "left"
     reason: str = ""
 
 
@@ -114,6 +114,7 @@ class ClusterView:
         self._known: dict[str, _Known] = {}
         self._doubts: dict[str, dict[str, MemberStatus]] = {}  # by the incarnation of who doubts, and of the other
         self._events: collections.deque[ClusterEvent] = collections.deque(maxlen=_MAX_EVENTS)
+        self._shown = False  # the status was asked for: workers that come from now on have joined
 
     def member(self, incarnation: str) -> MemberStatus | None:
         """A worker that is known."""
@@ -184,12 +185,17 @@ class ClusterView:
         """All workers now."""
         for known in self._known.values():
             state, reason = self._judge(known, now)
-            if state != known.state:
+            if state != known.state and (known.state, state) != ("new", "up"):
                 self._note(now, known, state, reason)
+            elif state != known.state and self._shown:
+                self._note(now, known, "joined", "")
             known.state, known.reason = state, reason
+        self._shown = self._shown or any(known.state == "up" for known in self._known.values())
         ordered = sorted(self._known.values(), key=lambda known: (known.member.id, known.answered))
         channels = tuple(channel for known in ordered for channel in _channels(known))
-        received = collections.Counter[str]()  # as the senders count: memory that is shared has no bytes to receive
+        received: dict[str, float] = collections.defaultdict(
+            float
+        )  # as the senders count: memory that is shared has no bytes to receive
         for channel in channels:
             received[channel.target] += channel.rate
         return ClusterStatus(

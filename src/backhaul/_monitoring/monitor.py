@@ -155,7 +155,9 @@ class Monitor:
         names = {each.name: each for each in status.workers if each.state == "up"}
         chosen = names.get(worker) if worker else next(iter(names.values()), None)
         found = None if chosen is None or chosen.status is None else chosen.status.incarnation
-        channel = next((each for each, incarnation in self._channels.items() if incarnation and incarnation == found), None)
+        channel = next(
+            (each for each, incarnation in self._channels.items() if incarnation and incarnation == found), None
+        )
         if channel is None:
             what = f"no worker {worker!r}" if worker else "no worker"
             raise BackhaulError(f"cannot record a profile: {what} answers; there are: {', '.join(names) or 'none'}")
@@ -176,7 +178,10 @@ class Monitor:
         return (
             bool(self._attempts)
             or "" in self._channels.values()
-            or any(incarnation and self._view.waits_for(incarnation, self._now()) for incarnation in self._channels.values())
+            or any(
+                incarnation and self._view.waits_for(incarnation, self._now())
+                for incarnation in self._channels.values()
+            )
         )
 
     # Connections.

@@ -45,8 +45,7 @@ class StatusServer:
         worker = node.worker
         self._node = node
         self._worker = worker
-        security = worker.options.security
-        self._open = security.trusted if security.monitors is None else security.monitors
+        self._open = worker.options.security.allows_monitors
         self._started = worker.runtime.now()
         self.times = FunctionTimes(worker.runtime.now)
         self._lock = threading.Lock()  # guards the three below
@@ -56,11 +55,6 @@ class StatusServer:
         worker.attach(self)
         worker.on_frame(MonitoringKind.QUERY, self._on_query, check=before_hello)
         worker.on_frame(MonitoringKind.RECORD, self._on_record, check=before_hello)
-
-    @property
-    def allows_monitors(self) -> bool:
-        """Whether this worker answers monitors."""
-        return self._open
 
     # The status.
 

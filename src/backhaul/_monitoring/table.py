@@ -24,10 +24,11 @@ def to_table(status: ClusterStatus) -> RenderableType:
     calls = longest_calls(status.workers)[:_MAX_ROWS]
     if calls:
         parts += [_calls(calls)]
-    events = [event for event in status.events if event.kind != "up"][-_MAX_ROWS:]
-    for event in events:
+    for event in status.events[-_MAX_ROWS:]:
         ago = status.at - event.at
-        parts.append(Text(f"{ago:5.0f} s ago  {event.worker} {event.kind}  {event.reason}", _STYLES.get(event.kind, "")))
+        parts.append(
+            Text(f"{ago:5.0f} s ago  {event.worker} {event.kind}  {event.reason}", _STYLES.get(event.kind, ""))
+        )
     parts += [Text(problem, "red") for problem in status.problems]
     return Group(*parts)
 
