@@ -66,7 +66,13 @@ def _watch(monitor: Monitor, interval: float, output: Output) -> int:
     from backhaul._monitoring.table import to_table
 
     status = monitor.refresh()
-    with Live(to_table(status), console=output.console, screen=output.console.is_terminal, auto_refresh=False) as live:
+    if not output.console.is_terminal:  # a file or a pipe: one table after the other
+        while not _has_ended(status):
+            output.text(to_table(status), "")
+            time.sleep(interval)
+            status = monitor.refresh()
+        return FINE
+    with Live(to_table(status), console=output.console, screen=True, auto_refresh=False) as live:
         while not _has_ended(status):
             time.sleep(interval)
             status = monitor.refresh()

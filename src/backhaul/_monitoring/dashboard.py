@@ -21,7 +21,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -75,8 +75,11 @@ class Dashboard:
     ) -> None:
         host, port = parse_bind(bind)
         self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24) if token is None else token
-        if len(self._token) < _MIN_TOKEN_CHARACTERS:
-            raise ValueError(f"the token of the dashboard needs {_MIN_TOKEN_CHARACTERS} characters or more")
+        if len(self._token) < _MIN_TOKEN_CHARACTERS or not self._token.isascii() or " " in self._token:
+            raise ValueError(
+                f"the token of the dashboard ({TOKEN_VARIABLE}) needs {_MIN_TOKEN_CHARACTERS} ASCII characters or more, "
+                "without spaces"
+            )
         self._open_monitor = open_monitor
         self._runtime = Runtime()
         self._asking = threading.Lock()  # held while the workers are asked; guards the four below
@@ -87,7 +90,7 @@ class Dashboard:
         self._server = _Server((host, port), self)
         self._names = {host, "localhost", socket.gethostname()}
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_address[1]}/#token={self._token}"
+        self.url = f"http://{shown}:{self._server.server_address[1]}/#token={quote(self._token, safe='')}"
         """Where the page is, with the token."""
         self._thread = self._runtime.spawn(
             lambda: self._server.serve_forever(poll_interval=_POLL_SECONDS), name="backhaul-dashboard"
