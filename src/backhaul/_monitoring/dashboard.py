@@ -77,8 +77,8 @@ class Dashboard:
         self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24) if token is None else token
         if len(self._token) < _MIN_TOKEN_CHARACTERS or not self._token.isascii() or " " in self._token:
             raise ValueError(
-                f"the token of the dashboard ({TOKEN_VARIABLE}) needs {_MIN_TOKEN_CHARACTERS} ASCII characters or more, "
-                "without spaces"
+                f"the token of the dashboard ({TOKEN_VARIABLE}) needs {_MIN_TOKEN_CHARACTERS} ASCII characters or "
+                "more, without spaces"
             )
         self._open_monitor = open_monitor
         self._runtime = Runtime()

@@ -4,7 +4,6 @@ what comes back. Nothing runs between two questions, so a monitor that is not us
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -12,6 +11,7 @@ from types import TracebackType
 import msgspec
 
 from backhaul._monitoring.cluster_view import ClusterStatus, ClusterView
+from backhaul._monitoring.connection_attempts import ConnectionAttempts
 from backhaul._monitoring.status import MemberStatus, MonitoringKind, Query, Record, Refused, WorkerStatus
 from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
 from backhaul._runtime import interrupts
@@ -26,11 +26,8 @@ from backhaul._wire.messages import pack, unpack
 from backhaul.errors import AuthenticationError, BackhaulError, PeerLostError, ProtocolError
 from backhaul.profiler.model import Timeline
 
-CONNECT_SECONDS = 1.0
-_RETRY_SECONDS = 1.0  # between two attempts to connect to a worker
 _POLL_SECONDS = 0.05  # between checks for interrupts
 _QUERY, _RECORD = 0, 1  # the numbers of frames with questions, and of those that answer them
-_MAX_CONNECTING = 8  # connections that are opened at the same time
 _RECORD_SECONDS = 60.0  # for a profile to be collected and sent, beyond its own time
 
 _decode_timeline = msgspec.msgpack.Decoder(Timeline).decode
@@ -45,7 +42,6 @@ def open_endpoint(secret: bytes, addresses: Sequence[str]) -> SocketEndpoint:
     return endpoint
 
 
-# Over the limit because channels, attempts and questions belong to one table that one thread uses.
 class Monitor:
     """Asks the workers of a cluster. Used by one thread at a time.
 
@@ -75,11 +71,9 @@ class Monitor:
         self._began = self._runtime.now()
         self._view = ClusterView()
         self._channels: dict[Channel, str] = {}  # to the incarnation; empty: of a seed that has not answered
-        self._attempts: dict[concurrent.futures.Future[Channel], str] = {}  # to the incarnation, or a seed's address
-        self._tried: dict[str, float] = {}  # when the last attempt began
+        self._attempts = ConnectionAttempts(endpoint)  # by incarnation, or by the address of a seed
         self._problems: dict[str, str] = {}  # by incarnation or address
         self._timeline: Timeline | str | None = None  # the answer to ``record``: a profile, or why there is none
-        self._connecting = concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTING, thread_name_prefix="backhaul-monitor")
 
     def __enter__(self) -> Monitor:
         return self
@@ -91,10 +85,7 @@ class Monitor:
 
     def close(self) -> None:
         """Close all connections. Waits for attempts to connect, a second at most."""
-        self._connecting.shutdown(wait=True, cancel_futures=True)
-        for attempt in self._attempts:
-            if not attempt.cancelled() and attempt.exception() is None:
-                attempt.result().close()
+        self._attempts.close()
         for channel in list(self._channels):
             channel.close()
         self._endpoint.close()
@@ -188,36 +179,29 @@ class Monitor:
 
     def _connect_missing(self) -> None:
         wanted: dict[str, str] = {}
-        open_to = {*self._channels.values(), *self._attempts.values()}
+        open_to = {*self._channels.values(), *self._attempts.keys}
         for member in self._view.members:
             if member.incarnation not in open_to:
                 wanted[member.incarnation] = _choose(member, self._host)
         if not self._view.members and "" not in open_to:
             wanted |= {address: address for address in self._seeds if address not in open_to}
-        now = self._now()
         for key, address in wanted.items():
-            if now - self._tried.get(key, -_RETRY_SECONDS) < _RETRY_SECONDS:
+            if not self._attempts.is_due(key, self._now()):
                 continue
-            self._tried[key] = now
-            if not address:
+            if address:
+                self._attempts.begin(key, address)
+            else:
                 self._view.broke(key, "listens only on its own host")
-                continue
-            attempt = self._connecting.submit(self._endpoint.connect, address, timeout=CONNECT_SECONDS)
-            attempt.add_done_callback(lambda _: self._endpoint.wake())
-            self._attempts[attempt] = key
 
     def _take_connections(self) -> None:
-        for attempt in [attempt for attempt in self._attempts if attempt.done()]:
-            key = self._attempts.pop(attempt)
-            incarnation = "" if self._view.member(key) is None else key
-            try:
-                channel = attempt.result()
-            except (OSError, ValueError, BackhaulError) as error:
-                self._fail(key, str(error))
-                continue
-            self._problems.pop(key, None)
-            self._channels[channel] = incarnation
-            self._ask(channel, incarnation)
+        for key, found in self._attempts.take():
+            if isinstance(found, Channel):
+                incarnation = "" if self._view.member(key) is None else key
+                self._problems.pop(key, None)
+                self._channels[found] = incarnation
+                self._ask(found, incarnation)
+            else:
+                self._fail(key, str(found))
 
     def _fail(self, key: str, problem: str) -> None:
         if self._view.member(key) is None:
