@@ -56,5 +56,8 @@ class Subcommand:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "env": Subcommand("env", "versions and settings, for a bug report"),
     "top": Subcommand("top", "what the workers of a running cluster do, as a live table or page"),
+    "profile": Subcommand("profile", "record a running cluster, and write the report of the profile"),
+    "trace": Subcommand("trace", "record a running cluster, and write a trace for Perfetto"),
+    "graph": Subcommand("graph", "draw the distributed graph of a step of a running cluster"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }
