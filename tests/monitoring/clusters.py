@@ -120,6 +120,11 @@ def _work(rank: int, size: int, folder: str, options: bh.Options | None, pipe: A
 
 
 def _make_step(others: list[str]) -> None:
+    """One call to each worker that can be reached, and one pass back through all of them."""
+    results = []
     for name in others:
         with contextlib.suppress(bh.BackhaulError):
-            bh.rpc_sync(name, scale, args=(torch.ones(64, requires_grad=True),), timeout=5.0).sum().backward()
+            results.append(bh.rpc_sync(name, scale, args=(torch.ones(64, requires_grad=True),), timeout=5.0).sum())
+    if results:
+        with contextlib.suppress(bh.BackhaulError):
+            torch.stack(results).sum().backward()

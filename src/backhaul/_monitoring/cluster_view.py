@@ -193,6 +193,7 @@ class ClusterView:
         self._shown = self._shown or any(known.state == "up" for known in self._known.values())
         ordered = sorted(self._known.values(), key=lambda known: (known.member.id, known.answered))
         channels = tuple(channel for known in ordered for channel in _channels(known))
+        machines = {known.member.host: known.status.machine for known in ordered if known.status is not None}
         received: dict[str, float] = collections.defaultdict(
             float
         )  # as the senders count: memory that is shared has no bytes to receive
@@ -201,7 +202,10 @@ class ClusterView:
         return ClusterStatus(
             at=now,
             time=time,
-            workers=tuple(_view(known, now, received[known.member.name]) for known in ordered),
+            workers=tuple(
+                _view(known, now, received[known.member.name], machines.get(known.member.host, known.member.host))
+                for known in ordered
+            ),
             channels=channels,
             doubts=tuple(self._all_doubts()),
             events=tuple(self._events),
@@ -269,16 +273,15 @@ def _channels(known: _Known) -> Iterable[ChannelRate]:
         yield ChannelRate(known.member.name, name, known.channel_rates.get(name, 0.0), sent, waiting[name])
 
 
-def _view(known: _Known, now: float, received: float) -> WorkerView:
-    status = known.status
+def _view(known: _Known, now: float, received: float, machine: str) -> WorkerView:
     rates = msgspec.structs.replace(known.rates, received=received) if known.state in ("up", "silent") else Rates()
     return WorkerView(
         id=known.member.id,
         name=known.member.name,
-        host=known.member.host if status is None else status.machine,
+        host=machine,
         state=known.state,
         reason=known.reason,
         age=-1.0 if known.answered < 0 else now - known.answered,
         rates=rates,
-        status=status,
+        status=known.status,
     )

@@ -18,6 +18,7 @@ from backhaul._runtime.observer import ArrivedCall, CallTrace, GradientKey, Serv
 _MAX_FUNCTIONS = 256  # that are counted apart; the calls of all others are counted together
 _MAX_PASSES = 64  # that are remembered
 _OTHERS = "other functions"
+_OWN = "backhaul."  # the beginning of the names of Backhaul's own modules
 _NANO = 1e-9
 
 
@@ -33,13 +34,16 @@ class _FunctionCount:
 class _CallTimer:
     """Implements ``ServeTrace``: the times of one call."""
 
-    __slots__ = ("_arrived", "_begun", "_label", "_times")
+    __slots__ = ("_arrived", "_begun", "_call", "_label", "_times")
 
-    def __init__(self, times: FunctionTimes, arrived: int) -> None:
-        self._times, self._arrived = times, arrived
+    def __init__(self, times: FunctionTimes, call: ArrivedCall, arrived: int) -> None:
+        self._times, self._call, self._arrived = times, call, arrived
         self._begun, self._label = 0, ""
 
     def decoded(self, label: str) -> None:
+        module = getattr(self._call.function, "__module__", None) or ""
+        if module.startswith(_OWN):  # ``bh.remote``, for example, calls a function of Backhaul's own
+            label = f"{_OWN}{label}"
         self._label, self._begun = label, time.time_ns()
 
     def ran(self) -> None:
@@ -97,7 +101,7 @@ class FunctionTimes:
 
     def arrived(self, call: ArrivedCall) -> int:
         now = time.time_ns()
-        call.trace = _CallTimer(self, now)
+        call.trace = _CallTimer(self, call, now)
         return now
 
     @contextlib.contextmanager

@@ -58,14 +58,13 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
         style = _STYLES[worker.state]
         first = "" if worker.host == host else worker.host[:20]
         host, found, rates = worker.host, worker.status, worker.rates
-        state = Text(worker.state, style)
+        name, state = Text(worker.name, style), Text(worker.state, style)
         if found is None or worker.state == "lost":
-            state.append(f": {worker.reason[:60]}" if worker.reason else "")
-            table.add_row(first, Text(worker.name, style), state)
+            table.add_row(first, name, state)
             continue
         table.add_row(
             first,
-            Text(worker.name, style),
+            name,
             state,
             to_rate(rates.served),
             to_rate(rates.called),

@@ -7,7 +7,7 @@ one test of an attribute that is None.
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 Sessions = tuple[int, ...]
 """Ids of the profiles that record something."""
@@ -52,8 +52,9 @@ class ServeTrace(Protocol):
 
 
 class ArrivedCall(Protocol):
-    """A request that has arrived, as its callee keeps it."""
+    """A request that has arrived, as its callee keeps it. ``function``: once the request is decoded."""
 
+    function: Any
     trace: ServeTrace | None
 
 
