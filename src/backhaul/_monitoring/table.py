@@ -51,8 +51,8 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
     table.add_column("host")
     table.add_column("worker")
     table.add_column("state")
-    for name in ("served/s", "made/s", "in/s", "out/s", "queue", "calls", "memory", "values", "graph", "passes/s"):
-        table.add_column(name, justify="right")
+    for column in ("served/s", "made/s", "in/s", "out/s", "queue", "calls", "memory", "values", "graph", "passes/s"):
+        table.add_column(column, justify="right")
     host = ""
     for worker in sorted(workers, key=lambda each: (each.host, each.id)):
         style = _STYLES[worker.state]
