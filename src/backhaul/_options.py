@@ -1,5 +1,6 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
+# Over the limit because all options are documented in this one place.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

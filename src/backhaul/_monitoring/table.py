@@ -47,12 +47,12 @@ def _headline(status: ClusterStatus) -> Text:
 
 
 def _workers(workers: Sequence[WorkerView]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("host")
-    table.add_column("worker")
-    table.add_column("state")
-    for column in ("served/s", "made/s", "in/s", "out/s", "queue", "calls", "memory", "values", "graph", "passes/s"):
-        table.add_column(column, justify="right")
+    table.add_column("worker", no_wrap=True, min_width=12)
+    table.add_column("state", no_wrap=True)
+    for column in ("served/s", "made/s", "in/s", "out/s", "queue", "calls", "memory", "values", "graph", "passes"):
+        table.add_column(column, justify="right", no_wrap=True)
     host = ""
     for worker in sorted(workers, key=lambda each: (each.host, each.id)):
         style = _STYLES[worker.state]
@@ -73,15 +73,15 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
             str(found.tasks),
             str(found.num_serving + found.num_calling),
             to_bytes(found.memory),
-            f"{found.references.owned} ({to_bytes(found.references.owned_bytes)})",
-            f"{found.graphs.messages} ({to_bytes(found.graphs.gradient_bytes)})",
+            to_bytes(found.references.owned_bytes),
+            str(found.graphs.messages),
             to_rate(rates.passes),
         )
     return table
 
 
 def _functions(functions: Sequence[tuple[str, FunctionStatus]]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("slowest functions")
     table.add_column("on")
     for name in ("calls", "mean", "longest", "waited", "in all"):
@@ -101,7 +101,7 @@ def _functions(functions: Sequence[tuple[str, FunctionStatus]]) -> Table:
 
 
 def _calls(calls: Sequence[tuple[str, CallStatus]]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("calls under way")
     table.add_column("from")
     table.add_column("on")
@@ -136,14 +136,14 @@ def longest_calls(workers: Iterable[WorkerView]) -> list[tuple[str, CallStatus]]
 def to_bytes(number: float) -> str:
     """A number of bytes for people.
 
-    >>> to_bytes(0), to_bytes(1536), to_bytes(3e9)
-    ('0 B', '1.5 kB', '3.0 GB')
+    >>> to_bytes(0), to_bytes(1536), to_bytes(25.2e6), to_bytes(3e9)
+    ('0 B', '1.5 kB', '25 MB', '3.0 GB')
     """
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             break
         number /= 1000
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+    return f"{number:.0f} {unit}" if unit == "B" or number >= 9.95 else f"{number:.1f} {unit}"
 
 
 def to_rate(number: float) -> str:
@@ -152,7 +152,7 @@ def to_rate(number: float) -> str:
     >>> to_rate(0), to_rate(2.25), to_rate(1234.5)
     ('0', '2.2', '1234')
     """
-    return f"{number:.0f}" if number >= 10 or not number else f"{number:.1f}"
+    return f"{number:.0f}" if number >= 9.95 or not number else f"{number:.1f}"
 
 
 def to_seconds(seconds: float) -> str:
