@@ -219,7 +219,8 @@ class CallServer:
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
             why = "has lost its channel"
-        log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why)
+        fields = {"worker": worker, "peer": caller, "call": call.number}
+        log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why, extra=fields)
         with self._lock:
             self.dropped += 1
         self._client.interceptors.discard(call.peer, request.notes)
@@ -339,7 +340,8 @@ class CallServer:
             else:
                 call.channel.send(frame, timeout=self._send_timeout)
         except ChannelClosedError as error:
-            log.debug("a reply was not sent: %s", error)  # the caller knows: its channel is gone too
+            fields = {"peer": call.peer.info.name, "call": call.number}
+            log.debug("a reply was not sent: %s", error, extra=fields)  # the caller knows: its channel is gone too
             if not isinstance(error, ChannelBrokenError):  # else the reply may have arrived
                 self._client.interceptors.discard(call.peer, notes)
         finally:
