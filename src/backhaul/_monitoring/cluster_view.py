@@ -183,8 +183,12 @@ class ClusterView:
 
     def status(self, now: float, time: float, problems: Iterable[str] = ()) -> ClusterStatus:
         """All workers now."""
+        doubts = tuple(self._all_doubts())
+        by_worker: dict[str, dict[str, Doubt]] = collections.defaultdict(dict)
+        for doubt in doubts:
+            by_worker[doubt.worker][doubt.state] = doubt
         for known in self._known.values():
-            state, reason = self._judge(known, now)
+            state, reason = _judge(known, by_worker[known.member.name], now)
             if state != known.state and (known.state, state) != ("new", "up"):
                 self._note(now, known, state, reason)
             elif state != known.state and self._shown:
@@ -207,26 +211,10 @@ class ClusterView:
                 for known in ordered
             ),
             channels=channels,
-            doubts=tuple(self._all_doubts()),
+            doubts=doubts,
             events=tuple(self._events),
             problems=tuple(problems),
         )
-
-    def _judge(self, known: _Known, now: float) -> tuple[str, str]:
-        doubts = {doubt.state: doubt for doubt in self._all_doubts() if doubt.worker == known.member.name}
-        silence = 0.0 if known.asked is None else now - known.asked
-        quiet = silence > SILENT_SECONDS or (bool(known.broken) and known.answered < 0)
-        if known.broken and known.answered >= 0:
-            return "lost", known.broken
-        if quiet and "lost" in doubts:
-            return "lost", f"{doubts['lost'].reason} (seen by {doubts['lost'].by})"
-        if quiet:
-            return "silent", known.broken or f"has not answered for {silence:.0f} s"
-        if known.answered < 0:
-            return "new", ""
-        if "suspected" in doubts:
-            return "silent", f"{doubts['suspected'].by} suspects it: {doubts['suspected'].reason}"
-        return "up", ""
 
     def _all_doubts(self) -> Iterable[Doubt]:
         for incarnation, doubts in self._doubts.items():
@@ -239,6 +227,23 @@ class ClusterView:
 
     def _note(self, now: float, known: _Known, kind: str, reason: str) -> None:
         self._events.append(ClusterEvent(now, known.member.name, kind, reason))
+
+
+def _judge(known: _Known, doubts: dict[str, Doubt], now: float) -> tuple[str, str]:
+    """The state of a worker, and the reason. ``doubts``: what others say of it, by state."""
+    silence = 0.0 if known.asked is None else now - known.asked
+    quiet = silence > SILENT_SECONDS or (bool(known.broken) and known.answered < 0)
+    if known.broken and known.answered >= 0:
+        return "lost", known.broken
+    if quiet and "lost" in doubts:
+        return "lost", f"{doubts['lost'].reason} (seen by {doubts['lost'].by})"
+    if quiet:
+        return "silent", known.broken or f"has not answered for {silence:.0f} s"
+    if known.answered < 0:
+        return "new", ""
+    if "suspected" in doubts:
+        return "silent", f"{doubts['suspected'].by} suspects it: {doubts['suspected'].reason}"
+    return "up", ""
 
 
 def _rates(before: WorkerStatus, after: WorkerStatus) -> tuple[Rates, dict[str, float]]:
