@@ -20,6 +20,7 @@ import pytest
 
 from backhaul import errors
 from backhaul._autograd.messages import AutogradKind
+from backhaul._monitoring.status import MonitoringKind
 from backhaul._rref.notices import RRefKind
 from backhaul._wire.messages import Kind
 from backhaul.errors import BackhaulError
@@ -150,7 +151,7 @@ def test_the_protocol_lists_every_kind_of_message() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
     rows = page.partition("## Messages")[2].partition("\n\n**")[0]  # the first table
     listed = {int(number): name for number, name in re.findall(r"^\| (\d+) \| (\w+) \|", rows, re.MULTILINE)}
-    kinds = {kind.value: kind.name.lower() for kind in (*Kind, *AutogradKind, *RRefKind)}
+    kinds = {kind.value: kind.name.lower() for kind in (*Kind, *AutogradKind, *RRefKind, *MonitoringKind)}
     assert listed == kinds | {AutogradKind.GRADIENT: "gradients"}  # there may be several in one
 
 

@@ -63,6 +63,8 @@ class Security:
         allow: Only with ``trusted=False``: who may call which exposed function, as patterns of worker names ->
             patterns of function names. Default: every worker may call what ``expose`` allows it to call.
         tracebacks: Whether callers get the traceback of an error. Default: the value of ``trusted``.
+        monitors: Whether a process that knows the secret, and is no worker, may see what this worker does
+            (``backhaul top``): functions, rates, memory, members. Default: the value of ``trusted``.
 
     Example:
         >>> Security(trusted=False, allow={"client*": ["lookup"]}).trusted
@@ -75,12 +77,18 @@ class Security:
     trusted: bool = True
     allow: Mapping[str, Sequence[str]] | None = None
     tracebacks: bool | None = None
+    monitors: bool | None = None
 
     def __post_init__(self) -> None:
         if self.tls is not None and self.tls != "auto" and not isinstance(self.tls, Tls):
             raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
         if self.allow is not None:
             _check_allow(self.allow, self.trusted)
+
+    @property
+    def allows_monitors(self) -> bool:
+        """``monitors``, or its default."""
+        return self.trusted if self.monitors is None else self.monitors
 
     @property
     def binds_names(self) -> bool:
@@ -285,6 +293,8 @@ class Options:
         shutdown_timeout: How long ``shutdown`` waits for the other workers by default.
         compression: How tensors are compressed on their way to other workers: a ``Codec``, or patterns of worker names
             -> codecs, of which the first that matches counts. None, also as a codec: not at all.
+        dashboard: Host and port at which worker 0 serves a page that shows the running cluster (port 0: any). Worker 0
+            prints the address of the page, with a token, to the standard error. None: no page.
         security: Secrets, certificates, and what other workers may do.
         liveness: Heartbeats, and when a silent peer is lost.
         devices: Where tensors of CUDA devices arrive.
@@ -315,6 +325,7 @@ class Options:
     autograd: Literal["plain", "context"] = "plain"
     shutdown_timeout: float = 60.0
     compression: Codec | Mapping[str, Codec | None] | None = None
+    dashboard: str | None = None
     security: Security = field(default_factory=Security)
     liveness: Liveness = field(default_factory=Liveness)
     devices: Devices = field(default_factory=Devices)
@@ -334,6 +345,8 @@ class Options:
                     f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}; write "
                     f"Options({name}={kind.__name__}(...))"
                 )
+        if self.dashboard is not None and not self.security.allows_monitors:
+            raise ValueError("dashboard needs security.monitors=True where trusted=False: its page shows all workers")
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
         if not self.listen and (self.bind, self.advertise) != (None, None):

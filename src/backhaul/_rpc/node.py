@@ -41,6 +41,7 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
 from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.value_count import most_buffers
+from backhaul._worker import log_fields  # noqa: F401  (adds fields to the records of the logger)
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
 

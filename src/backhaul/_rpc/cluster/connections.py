@@ -259,7 +259,7 @@ class Connections:
     @staticmethod
     def refuse(channel: Channel, name: str, problem: str) -> None:
         """Tell a worker why it is not accepted, and close its channel."""
-        log.warning("refused %.130r at %s: %s", name, channel.peer, problem)
+        log.warning("refused %.130r at %s: %s", name, channel.peer, problem, extra={"peer": name})
         try:
             channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
         except ChannelClosedError:
@@ -268,7 +268,8 @@ class Connections:
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         reason = unpack(frame.body, Refuse).reason
-        log.warning("%s refused this worker: %s", channel.peer, reason)
+        fields = {"worker": self._own.name, "peer": channel.peer}
+        log.warning("%s refused this worker: %s", channel.peer, reason, extra=fields)
         with self._lock:
             if channel in self._by_channel:
                 self._refusals[channel] = f"refused: {reason}"
