@@ -55,5 +55,6 @@ class Subcommand:
 # In the order of ``backhaul --help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "migrate": Subcommand("migrate", "rewrite programs from torch.distributed.rpc to Backhaul"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }
