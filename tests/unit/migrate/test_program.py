@@ -151,7 +151,7 @@ def test_formatting_and_comments_stay() -> None:
             "import backhaul\nbh = 1\nbackhaul.serve()\n",
         ),
         (
-            "import torch.distributed.autograd as ag\nag.backward(context_id=c, roots=[x])\nag.backward(c, [x], True)\n",
+            "import torch.distributed.autograd as a\na.backward(context_id=c, roots=[x])\na.backward(c, [x], True)\n",
             "import backhaul as bh\nbh.backward(context=c, roots=[x])\nbh.backward(c, [x], retain_graph=True)\n",
         ),
         (
