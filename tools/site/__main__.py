@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
-from tools.site import navigation, reference
-from tools.site.assemble import ROOT, assemble, write_indexes
+from tools.site import navigation, notebooks, reference
+from tools.site.assemble import ROOT, assemble, offer_notebook, write_indexes
 from tools.site.checks import problems
 
 
@@ -18,6 +18,9 @@ def main(target: Path) -> int:
     assemble(source)
     reference.write(source / "api")
     write_indexes(source)
+    notebooks.write(source / "notebooks")
+    for page in (source / "tutorials").glob("*.md"):
+        offer_notebook(page)
     index = source / "index.md"
     index.write_text(f"{index.read_text()}\n{navigation.toctrees(navigation.names_of(source))}")
     here = str(Path(__file__).parent)

@@ -113,6 +113,13 @@ def write_indexes(target: Path) -> None:
         index.write(f"\n{toctree(design)}")
 
 
+def offer_notebook(page: Path) -> None:
+    """Link a tutorial to its notebook, below its title."""
+    title, _, rest = page.read_text().partition("\n")
+    link = f"{{download}}`As a notebook <../notebooks/{page.stem}.ipynb>`"
+    page.write_text(f"{title}\n\n{link}\n{rest}")
+
+
 def _about(name: str) -> str:
     """The first sentence of an example's docstring."""
     path = ROOT / name

@@ -1,0 +1,102 @@
+"""The documentation site: it builds without a warning, its notebooks run, and its reference has every public name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tools.site import charts, checks, navigation, notebooks, reference
+
+from .cluster.processes import run_processes
+from .test_documentation import TORCHS_OWN
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = sorted(notebooks.TUTORIALS.glob("*.md"))
+NEEDS = {"trainers": "lightning"}
+
+
+# The site as a whole.
+
+
+def test_it_builds_strictly(tmp_path: Path) -> None:
+    program = f"import sys, pathlib, tools.site.__main__ as s; sys.exit(s.main(pathlib.Path({str(tmp_path)!r})))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = tmp_path / "html"
+    for names in navigation.SECTIONS.values():
+        for name in names:
+            assert (pages / f"{name}.html").exists(), name
+    reference_text = "".join(path.read_text() for path in (pages / "api").glob("*.html"))
+    for package in ("backhaul", *reference.PACKAGES):
+        for name in reference.public_names(package):
+            home = "backhaul.errors" if name in reference.error_names() else package
+            assert f'id="{home}.{name}"' in reference_text or f'id="backhaul.profiler.{name}"' in reference_text, name
+
+
+def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "one.html").write_text(
+        '<p id="here"><a href="two.html#there"></a><img src="x.png"><a href="#here"></a>'
+    )
+    (tmp_path / "two.html").write_text(
+        '<script src="https://example.org/x.js"></script><a href="https://example.org"></a>'
+    )
+    (tmp_path / "x.png").write_bytes(b"")
+    (tmp_path / "site.css").write_text("@import url('https://example.org/font.css');")
+    found = checks.problems(tmp_path)
+    assert len(found) == 4
+    assert sum("two.html#there" in problem for problem in found) == 1
+    assert sum("has no text" in problem for problem in found) == 1
+    assert sum("example.org" in problem for problem in found) == 2
+
+
+def test_the_first_page_runs() -> None:
+    """Its block is the one a newcomer copies."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "tools" / "site" / "start.md").read_text(), re.DOTALL)
+    assert run_processes(run_cells, 1, [code]) == [None]
+
+
+def test_the_pictures_are_those_of_the_kept_results() -> None:
+    results = json.loads(charts.KEPT.read_text())
+    for chart in charts.CHARTS:
+        assert (charts.IMAGES / chart.file).read_text() == charts.draw(chart, results), "python -m tools.site.charts"
+
+
+# Tutorials.
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_notebook_runs(page: Path) -> None:
+    pytest.importorskip(NEEDS.get(page.stem, "torch"))
+    made = notebooks.notebook(page.read_text())
+    assert made == json.loads(json.dumps(made))
+    cells = [Cell["source"] for Cell in made["cells"] if Cell["cell_type"] == "code"]  # type: ignore[attr-defined]
+    assert run_processes(run_cells, 1, ["".join(lines) for lines in cells]) == [None]
+
+
+def run_cells(rank: int, cells: list[str]) -> None:
+    """As a kernel does: ``__main__`` has no file, and a later cell sees what an earlier one has defined."""
+    warnings.simplefilter("error")
+    for message in TORCHS_OWN:
+        warnings.filterwarnings("ignore", message)
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    with contextlib.redirect_stdout(io.StringIO()):
+        for number, cell in enumerate(cells):
+            exec(compile(cell, f"<cell {number}>", "exec"), vars(main))
+
+
+def test_every_text_of_a_page_is_in_its_notebook() -> None:
+    for page in TUTORIALS:
+        text = page.read_text()
+        shown = "\n".join(cell.text for cell in notebooks.cells_of(text))
+        without_fences = [line for line in text.splitlines() if line and not line.startswith("```")]
+        assert [line for line in without_fences if line not in shown] == []
