@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import re
@@ -100,3 +102,28 @@ def test_every_text_of_a_page_is_in_its_notebook() -> None:
         shown = "\n".join(cell.text for cell in notebooks.cells_of(text))
         without_fences = [line for line in text.splitlines() if line and not line.startswith("```")]
         assert [line for line in without_fences if line not in shown] == []
+
+
+# The reference.
+
+WITHOUT_AN_EXAMPLE = {
+    # They take a second host, a broken peer, or a program that ends; docs/errors.md and docs/troubleshooting.md explain
+    # each of them.
+    *("AuthenticationError", "ProtocolError", "LimitError", "PermissionDeniedError", "RendezvousError"),
+    *("ShutdownTimeoutError", "WorkersLostError", "LeakError", "WorkerFailedError", "UnsupportedTorchError"),
+    *("RemoteTraceback", "ForeignGraphError", "BackwardTimeoutError"),
+}
+
+
+def test_every_public_name_has_an_example() -> None:
+    """The examples are doctests, so they run."""
+    named = [(page.package, name) for page in reference.pages() for name in page.names]
+    assert {name for package, name in named if package == "backhaul"} | set(reference.error_names()) >= {
+        name for name in reference.public_names("backhaul") if name not in ("profile",)
+    }
+    without = {name for package, name in named if ">>>" not in (inspect.getdoc(thing(package, name)) or "")}
+    assert without == WITHOUT_AN_EXAMPLE
+
+
+def thing(package: str, name: str) -> object:
+    return getattr(importlib.import_module(package), name)

@@ -18,6 +18,14 @@ class BackhaulError(RuntimeError):
 
     Attributes:
         worker: The name of the worker that the error is about, if there is one.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.rpc_sync("nobody", abs, args=(-1,))
+        ... except bh.BackhaulError as error:
+        ...     type(error).__name__
+        'NotInitializedError'
     """
 
     worker: str | None
@@ -28,11 +36,30 @@ class BackhaulError(RuntimeError):
 
 
 class NotInitializedError(BackhaulError):
-    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first."""
+    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.get_worker_info()
+        ... except bh.errors.NotInitializedError:
+        ...     print("call bh.init, or open a bh.cluster")
+        call bh.init, or open a bh.cluster
+    """
 
 
 class UnknownWorkerError(BackhaulError, LookupError):
-    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined."""
+    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]):
+        ...     try:
+        ...         bh.rpc_sync("third", abs, args=(-1,))
+        ...     except bh.errors.UnknownWorkerError as error:
+        ...         error.worker
+        'third'
+    """
 
 
 class CallTimeoutError(BackhaulError, TimeoutError):
@@ -46,6 +73,18 @@ class CallTimeoutError(BackhaulError, TimeoutError):
         timeout: The timeout in seconds.
         cut_by: What set the deadline, if it was not the call's own timeout: the label of the outer call, or
             ``bh.deadline``.
+
+    Example:
+        >>> import backhaul as bh
+        >>> def wait_until_cancelled():
+        ...     while not bh.cancelled():
+        ...         ...
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", wait_until_cancelled, timeout=0.1)
+        ...     except bh.CallTimeoutError as error:
+        ...         error.worker, error.timeout
+        ('worker1', 0.1)
     """
 
     def __init__(
@@ -70,6 +109,16 @@ class CallCancelledError(BackhaulError, CancelledError):
 
     Attributes:
         function: The label of the called function, if it was a call.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     future = bh.rpc_async("worker1", pow, args=(2, 3))
+        ...     if future.cancel():
+        ...         try:
+        ...             future.wait()
+        ...         except bh.CallCancelledError as error:
+        ...             assert error.worker == "worker1"
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -89,6 +138,16 @@ class PeerLostError(BackhaulError, ConnectionError):
         context: The id of the context, if a backward pass was under way.
         pass_number: The number of that pass, as its driver counts.
         messages: The ids of the messages whose gradients that worker had to send or to get.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     second.run(functools.partial(bh.shutdown, graceful=False))  # as if it had died
+        ...     try:
+        ...         bh.rpc_sync("second", abs, args=(-1,))
+        ...     except bh.PeerLostError as error:
+        ...         error.worker
+        'second'
     """
 
     def __init__(
@@ -137,6 +196,15 @@ class FrameTooLargeError(BackhaulError):
     Attributes:
         nbytes: The size of the message.
         limit: The limit that it exceeds.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2, options=bh.Options(limits=bh.Limits(frame_bytes=1 << 16))):
+        ...     try:
+        ...         bh.rpc_sync("worker1", torch.sum, args=(torch.ones(1 << 16),))
+        ...     except bh.errors.FrameTooLargeError as error:
+        ...         error.limit
+        65536
     """
 
     def __init__(
@@ -199,6 +267,15 @@ class SerializationError(BackhaulError, TypeError):
     Attributes:
         path: The path to the object, for example ``args[1]['lock']``.
         device: The device of a tensor for which the receiver has no device; see the option ``device_maps``.
+
+    Example:
+        >>> import threading, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", print, args=(threading.Lock(),))
+        ...     except bh.errors.SerializationError as error:
+        ...         error.path
+        'args[0]'
     """
 
     def __init__(
@@ -216,6 +293,15 @@ class FunctionNotFoundError(BackhaulError, AttributeError):
 
     Attributes:
         function: The ``module:qualname`` that the worker did not find.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", "a name that nobody has exposed")
+        ...     except bh.errors.FunctionNotFoundError as error:
+        ...         error.worker
+        'worker1'
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -231,6 +317,19 @@ class RemoteError(BackhaulError):
 
     Attributes:
         type_name: The ``module.qualname`` of the original exception.
+
+    Example:
+        >>> import threading, backhaul as bh
+        >>> def fail():
+        ...     error = ValueError("no")
+        ...     error.lock = threading.Lock()  # cannot travel
+        ...     raise error
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", fail)
+        ...     except bh.RemoteError as error:
+        ...         print(error)
+        builtins.ValueError: no
     """
 
     def __init__(self, message: str, *, worker: str | None = None, type_name: str | None = None) -> None:
@@ -341,6 +440,16 @@ class ContextError(BackhaulError):
     Attributes:
         context: The id of the context.
         message: The id of the message that the error is about, if there is one.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2), bh.context():
+        ...     try:
+        ...         with bh.context():
+        ...             ...
+        ...     except bh.errors.ContextError:
+        ...         print("contexts do not nest")
+        contexts do not nest
     """
 
     def __init__(
@@ -355,6 +464,17 @@ class UnknownContextError(ContextError, LookupError):
     """Raised if a context was released, or if this worker never took part in it.
 
     Read gradients and call ``ctx.backward`` inside the ``with bh.context()`` block.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     with bh.context() as ctx:
+        ...         pass
+        ...     try:
+        ...         bh.get_gradients(ctx)
+        ...     except bh.errors.UnknownContextError as error:
+        ...         error.context == ctx
+        True
     """
 
 
@@ -390,6 +510,18 @@ class GraphFreedError(ContextError):
     """Raised if a backward pass reaches a graph that an earlier pass has freed.
 
     Call the earlier ``backward`` with ``retain_graph=True``.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2):
+        ...     loss = bh.rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+        ...     loss.backward()
+        ...     try:
+        ...         loss.backward()
+        ...     except RuntimeError as error:  # as in one process
+        ...         print("a second pass needs retain_graph=True in the first")
+        a second pass needs retain_graph=True in the first
     """
 
 

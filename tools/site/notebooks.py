@@ -50,7 +50,9 @@ def notebook(page: str) -> dict[str, object]:
     for number, (text, is_code) in enumerate(cells_of(page)):
         shown = text if is_code else _RELATIVE_LINK.sub(r"\1", text)
         cell: dict[str, object] = {"id": f"cell-{number}", "metadata": {}, "source": shown.splitlines(keepends=True)}
-        cell |= {"cell_type": "code", "execution_count": None, "outputs": []} if is_code else {"cell_type": "markdown"}
+        cell["cell_type"] = "code" if is_code else "markdown"
+        if is_code:
+            cell.update(execution_count=None, outputs=[])
         cells.append(cell)
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Import = ast.Import | ast.ImportFrom
@@ -31,7 +31,7 @@ class Binding(NamedTuple):
     alias: ast.alias | None = None
 
 
-class Scope:
+class NameScope:
     """A module, class, function, lambda or comprehension, and the names that it binds."""
 
     def __init__(self, node: ScopeNode) -> None:
@@ -45,7 +45,7 @@ class Scope:
                 self.outer.update(child.names)
 
 
-def find(name: str, scopes: Sequence[Scope]) -> list[Binding]:
+def find(name: str, scopes: Sequence[NameScope]) -> list[Binding]:
     """The bindings that a name may have in the innermost of nested scopes."""
     for scope in reversed(scopes):
         if isinstance(scope.node, ast.ClassDef) and scope is not scopes[-1]:
@@ -53,6 +53,46 @@ def find(name: str, scopes: Sequence[Scope]) -> list[Binding]:
         if name in scope.names and name not in scope.outer:
             return scope.names[name]
     return []
+
+
+class ScopedVisitor(ast.NodeVisitor):
+    """Visits a module, and knows the scopes around each node. Defaults and decorators belong to the scope outside."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.scopes = [NameScope(tree)]
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        arguments = node.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        annotations = [each.annotation for each in parameters if each is not None]
+        for part in (*node.decorator_list, *arguments.defaults, *arguments.kw_defaults, *annotations, node.returns):
+            if part is not None:
+                self.visit(part)
+        self._inside(node, node.body)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
+            self.visit(part)
+        self._inside(node, node.body)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        for part in (*node.args.defaults, *node.args.kw_defaults):
+            if part is not None:
+                self.visit(part)
+        self._inside(node, [node.body])
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        self._inside(node, ast.iter_child_nodes(node))
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
+
+    def _inside(self, node: ScopeNode, parts: Iterable[ast.AST]) -> None:
+        self.scopes.append(NameScope(node))
+        for part in parts:
+            self.visit(part)
+        self.scopes.pop()
 
 
 def own_parts(node: ScopeNode) -> list[ast.AST]:

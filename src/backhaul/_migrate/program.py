@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable
 
 from backhaul._migrate import calls, names
-from backhaul._migrate.bindings import Binding, Scope, ScopeNode, find
+from backhaul._migrate.bindings import Binding, ScopedVisitor, find
 from backhaul._migrate.edits import Source
 from backhaul._migrate.imports import Imports
 from backhaul._migrate.options import OptionVariables
@@ -64,13 +63,13 @@ def migrate(text: str) -> Migration:
     return Migration(visitor.source.result(), tuple(sorted(set(visitor.findings))))
 
 
-class _Uses(ast.NodeVisitor):
+class _Uses(ScopedVisitor):
     """Visits every use of a name of torch, and edits it."""
 
     def __init__(self, source: Source, tree: ast.Module) -> None:
+        super().__init__(tree)
         self.source = source
         self.findings: list[Finding] = []
-        self._scopes = [Scope(tree)]
         self._imports = Imports(source, tree)
         self._bh = self._imports.bh
         self._options = OptionVariables(source, self._imports, self._leave)
@@ -80,41 +79,6 @@ class _Uses(ast.NodeVisitor):
         """Edit the imports, once it is known which of them are still needed."""
         for line, text in self._imports.rewrite():
             self._leave(line, text)
-
-    # Scopes.
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        arguments = node.args
-        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-        annotations = [each.annotation for each in parameters if each is not None]
-        for part in (*node.decorator_list, *arguments.defaults, *arguments.kw_defaults, *annotations, node.returns):
-            if part is not None:
-                self.visit(part)
-        self._inside(node, node.body)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
-            self.visit(part)
-        self._inside(node, node.body)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        for part in (*node.args.defaults, *node.args.kw_defaults):
-            if part is not None:
-                self.visit(part)
-        self._inside(node, [node.body])
-
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
-        self._inside(node, ast.iter_child_nodes(node))
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
-
-    def _inside(self, node: ScopeNode, parts: Iterable[ast.AST]) -> None:
-        self._scopes.append(Scope(node))
-        for part in parts:
-            self.visit(part)
-        self._scopes.pop()
 
     # Uses.
 
@@ -160,7 +124,7 @@ class _Uses(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if id(node) in self._done or not isinstance(node.ctx, ast.Load):
             return
-        bindings = find(node.id, self._scopes)
+        bindings = find(node.id, self.scopes)
         tracked = [binding for binding in bindings if names.is_tracked(binding.imported)]
         if tracked and len({binding.imported for binding in bindings}) > 1:
             other = next(binding for binding in bindings if binding.imported != tracked[0].imported)
@@ -218,7 +182,7 @@ class _Uses(ast.NodeVisitor):
             inner = inner.value
         if not isinstance(inner, ast.Name):
             return None
-        bindings = find(inner.id, self._scopes)
+        bindings = find(inner.id, self.scopes)
         if len({binding.imported for binding in bindings}) != 1 or not bindings[0].imported:
             return None
         name = names.canonical(".".join([bindings[0].imported, *parts]))
