@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -127,3 +128,37 @@ def test_every_public_name_has_an_example() -> None:
 
 def thing(package: str, name: str) -> object:
     return getattr(importlib.import_module(package), name)
+
+
+# Troubleshooting.
+
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def test_every_error_is_in_troubleshooting() -> None:
+    kinds = set(reference.error_names())
+    assert {name for name in kinds if f"`{name}`" not in TROUBLE} == set()
+    named = set(re.findall(r"^\| .* \| `(\w+)` \| .* \|$", TROUBLE, re.MULTILINE))
+    assert named <= kinds
+
+
+def test_the_texts_are_those_of_the_sources() -> None:
+    """The parts of a text between ``…`` are in one text that the sources raise or pass on."""
+    texts = [text for path in sorted((ROOT / "src").rglob("*.py")) for text in texts_of(path)]
+    rows = re.findall(r"^\| (.*?) \| `\w+` \| .* \|$", TROUBLE, re.MULTILINE)
+    assert len(rows) > 60
+    for row in rows:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in row.split("…")))
+        assert any(pattern.search(text) for text in texts), f"no error says: {row}"
+
+
+def texts_of(path: Path) -> list[str]:
+    """The string literals of a file; what is computed is a space."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else " " for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
