@@ -14,12 +14,15 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tools.site import charts, checks, navigation, notebooks, reference
 
 from .cluster.processes import run_processes
+from .profiler.conftest import browser  # noqa: F401 (a fixture)
 from .test_documentation import TORCHS_OWN
 
 ROOT = Path(__file__).parent.parent
@@ -30,20 +33,79 @@ NEEDS = {"trainers": "lightning"}
 # The site as a whole.
 
 
-def test_it_builds_strictly(tmp_path: Path) -> None:
-    program = f"import sys, pathlib, tools.site.__main__ as s; sys.exit(s.main(pathlib.Path({str(tmp_path)!r})))"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages. The build fails on every warning, and on every link to nowhere."""
+    target = tmp_path_factory.mktemp("site")
+    program = f"import sys, pathlib, tools.site.__main__ as s; sys.exit(s.main(pathlib.Path({str(target)!r})))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    pages = tmp_path / "html"
+    return target / "html"
+
+
+def test_all_pages_are_there(site: Path) -> None:
     for names in navigation.SECTIONS.values():
         for name in names:
-            assert (pages / f"{name}.html").exists(), name
-    reference_text = "".join(path.read_text() for path in (pages / "api").glob("*.html"))
-    for package in ("backhaul", *reference.PACKAGES):
-        for name in reference.public_names(package):
-            home = "backhaul.errors" if name in reference.error_names() else package
-            assert f'id="{home}.{name}"' in reference_text or f'id="backhaul.profiler.{name}"' in reference_text, name
+            assert (site / f"{name}.html").exists(), name
+    for page in TUTORIALS:
+        assert f"{page.stem}.ipynb" in (site / "tutorials" / f"{page.stem}.html").read_text()
+    text = "".join(path.read_text() for path in (site / "api").glob("*.html"))
+    missing = [
+        f"{page.package}.{name}"
+        for page in reference.pages()
+        for name in page.names
+        if f'id="{page.package}.{name}"' not in text
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_are_readable(site: Path, browser: Any, width: int, scheme: str) -> None:  # noqa: F811
+    """On a desktop and on a phone: no page is too wide, texts have contrast, nothing comes from outside."""
+    problems: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    try:
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda request: request.url.startswith("file:") or problems.append(request.url))
+        for name in ("index", "tutorials/pipeline", "api/calls", "migration", "benchmarks"):
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            problems += [f"{name}: {text}" for text in page.evaluate(FAINT)]
+        assert problems == []
+        page.add_style_tag(content=".content p { color: #888; background: #999 }")
+        assert page.evaluate(FAINT), "the check finds faint text"
+    finally:
+        context.close()
+
+
+FAINT = """() => {
+    const shine = color => color.map(part => part / 255)
+        .map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0)
+    const numbers = text => text.match(/[0-9.]+/g).map(Number)
+    const behind = element => {
+        for (; element; element = element.parentElement) {
+            const color = numbers(getComputedStyle(element).backgroundColor)
+            if (color.length < 4 || color[3] === 1) return color.slice(0, 3)
+        }
+        return [255, 255, 255]
+    }
+    const found = []
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+    while (texts.nextNode()) {
+        const text = texts.currentNode.textContent.trim(), element = texts.currentNode.parentElement
+        const style = getComputedStyle(element), box = element.getBoundingClientRect(), svg = element.closest("svg")
+        if (!text || !box.width || !box.height || style.visibility === "hidden") continue
+        const front = shine(numbers(svg ? style.fill : style.color).slice(0, 3))
+        const back = shine(behind(svg ? svg.parentElement : element))
+        if ((Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05) < 4.5) found.push(text)
+    }
+    return found
+}"""
+"""The texts of a page whose contrast is below 4.5, as the guidelines for accessible pages ask."""
 
 
 def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
@@ -88,6 +150,7 @@ def test_a_notebook_runs(page: Path) -> None:
 
 def run_cells(rank: int, cells: list[str]) -> None:
     """As a kernel does: ``__main__`` has no file, and a later cell sees what an earlier one has defined."""
+    torch.set_num_threads(1)  # as in all tests; threads that share a busy machine wait for each other
     warnings.simplefilter("error")
     for message in TORCHS_OWN:
         warnings.filterwarnings("ignore", message)

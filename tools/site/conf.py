@@ -17,8 +17,6 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
-pygments_style = "friendly"
-pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline", "colon_fence"]
