@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -127,7 +128,7 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
 def test_the_first_page_runs() -> None:
     """Its block is the one a newcomer copies."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "tools" / "site" / "start.md").read_text(), re.DOTALL)
-    assert run_processes(run_cells, 1, [code]) == [None]
+    assert run_processes(run_notebooks, 1, {"start": [code]}) == [["start"]]
 
 
 def test_the_pictures_are_those_of_the_kept_results() -> None:
@@ -139,25 +140,31 @@ def test_the_pictures_are_those_of_the_kept_results() -> None:
 # Tutorials.
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_notebook_runs(page: Path) -> None:
-    pytest.importorskip(NEEDS.get(page.stem, "torch"))
-    made = notebooks.notebook(page.read_text())
-    assert made == json.loads(json.dumps(made))
-    cells = [Cell["source"] for Cell in made["cells"] if Cell["cell_type"] == "code"]  # type: ignore[attr-defined]
-    assert run_processes(run_cells, 1, ["".join(lines) for lines in cells]) == [None]
+def test_the_notebooks_run() -> None:
+    """All in one process, since most of the time goes into imports of torch. An error names the page and the cell."""
+    pages = {
+        page.stem: page.read_text() for page in TUTORIALS if importlib.util.find_spec(NEEDS.get(page.stem, "torch"))
+    }
+    assert len(pages) >= len(TUTORIALS) - len(NEEDS)
+    for page in pages.values():
+        made = notebooks.notebook(page)
+        assert made == json.loads(json.dumps(made))
+    cells = {name: [cell.text for cell in notebooks.cells_of(page) if cell.is_code] for name, page in pages.items()}
+    assert run_processes(run_notebooks, 1, cells) == [sorted(cells)]
 
 
-def run_cells(rank: int, cells: list[str]) -> None:
+def run_notebooks(rank: int, notebooks: dict[str, list[str]]) -> list[str]:
     """As a kernel does: ``__main__`` has no file, and a later cell sees what an earlier one has defined."""
     torch.set_num_threads(1)  # as in all tests; threads that share a busy machine wait for each other
     warnings.simplefilter("error")
     for message in TORCHS_OWN:
         warnings.filterwarnings("ignore", message)
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    with contextlib.redirect_stdout(io.StringIO()):
-        for number, cell in enumerate(cells):
-            exec(compile(cell, f"<cell {number}>", "exec"), vars(main))
+    for name, cells in notebooks.items():
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        with contextlib.redirect_stdout(io.StringIO()):
+            for number, cell in enumerate(cells):
+                exec(compile(cell, f"<{name}, cell {number}>", "exec"), vars(main))
+    return sorted(notebooks)
 
 
 def test_every_text_of_a_page_is_in_its_notebook() -> None:
