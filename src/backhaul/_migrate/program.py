@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import warnings
 
 from backhaul._migrate import calls, names
 from backhaul._migrate.bindings import Binding, ScopedVisitor, find
@@ -56,9 +57,11 @@ def migrate(text: str) -> Migration:
         bh.serve()
         <BLANKLINE>
     """
-    tree = ast.parse(text)
-    visitor = _Uses(Source(text), tree)
-    visitor.visit(tree)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the program itself writes
+        tree = ast.parse(text)
+        visitor = _Uses(Source(text), tree)
+        visitor.visit(tree)
     visitor.finish()
     return Migration(visitor.source.result(), tuple(sorted(set(visitor.findings))))
 
