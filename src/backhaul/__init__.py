@@ -16,10 +16,13 @@ __version__ = "0.1.0.dev0"
 
 
 def _is_command() -> bool:
-    """Whether this process is the command: ``backhaul ...`` or ``python -m backhaul ...``, and no child of it."""
+    """Whether this process is the command: ``backhaul ...``, ``python -m backhaul ...``, or a part of ``run``. A child
+    that multiprocessing has started is none, though it has the arguments of its parent.
+    """
     program, given = next(iter(getattr(_sys, "argv", ())), ""), _sys.orig_argv
     if program == "-m":  # Python is looking for the module that it shall run
-        return "-m" in given and given[given.index("-m") + 1] == "backhaul"
+        module = given[given.index("-m") + 1] if "-m" in given else ""
+        return module == "backhaul" or module.startswith("backhaul._command.")
     return _os.path.basename(program) == "backhaul" and program in given
 
 

@@ -22,7 +22,8 @@ _TIMES = ("timeout", "connect_timeout", "rendezvous_timeout", "backward_timeout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """The files with which a worker proves its identity over encrypted TCP, and whom it accepts. All files are PEM.
+    """With what a worker proves its identity over encrypted TCP, and whom it accepts: paths of PEM files, or their
+    content as ``bytes``.
 
     Attributes:
         certificate: This worker's certificate, followed by the intermediate certificates up to the authority.
@@ -38,10 +39,13 @@ class Tls:
         True
     """
 
-    certificate: str | Path
-    key: str | Path
-    authority: str | Path
+    certificate: str | Path | bytes
+    key: str | Path | bytes
+    authority: str | Path | bytes
     names: bool = True
+
+    def __repr__(self) -> str:
+        return _shown(self, hidden="key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,13 @@ class Security:
             raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
         if self.allow is not None:
             _check_allow(self.allow, self.trusted)
+
+    @property
+    def binds_names(self) -> bool:
+        """Whether a certificate proves the name of a worker. One that is made from the cluster secret does not: every
+        member can make one of any name.
+        """
+        return isinstance(self.tls, Tls) and self.tls.names
 
     def __repr__(self) -> str:
         return _shown(self, hidden="secret")
@@ -253,10 +264,12 @@ class Options:
             handler that waits in script, and a request that has waited long for a thread gets one anyway. A low
             number can therefore slow calls down but never block them.
         transport: ``"auto"`` listens on a Unix socket, and on TCP too if the workers are on several hosts or ``bind``
-            is given; ``"unix"`` and ``"tcp"`` listen on that alone.
+            is given; ``"unix"`` and ``"tcp"`` listen on that alone. ``"auto"`` is ``"tcp"`` where peers are not trusted
+            and certificates name them: Unix sockets have no certificates.
         bind: Where TCP listens: a host name or IP address, also with a port (``"10.0.0.5:7000"``), or ``"if:eth0"`` for
-            the address of an interface. Default: the address that reaches the store of the rendezvous, or loopback if
-            all workers are on one host. Beyond loopback a secret is required.
+            the address of an interface. Default: the address that reaches the store of the rendezvous, if workers are
+            on several hosts, or if one starts alone and others may join it; else none. Beyond loopback a secret is
+            required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
@@ -337,6 +350,12 @@ class Options:
             isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1
         ):
             raise ValueError(f"spin must be 'auto' or a number of seconds from 0 to 1, got {self.spin!r}")
+
+    @property
+    def tcp_only(self) -> bool:
+        """Whether the worker listens on TCP and not on a Unix socket."""
+        named = self.security.binds_names and not self.security.trusted
+        return self.transport == "tcp" or (self.transport == "auto" and named)
 
     @property
     def value_limit(self) -> int | None:

@@ -45,9 +45,14 @@ class Output:
         return self._console
 
     def text(self, *parts: RenderableType) -> None:
-        """Print text for people. Strings may have rich's markup."""
+        """Print text for people. Strings may have rich's markup; they are not broken into lines."""
         for part in parts:
-            self.console.print(part)
+            if isinstance(part, str) or self.json or self.console.is_terminal:
+                self.console.print(part, soft_wrap=isinstance(part, str))
+                continue
+            with self.console.capture() as captured:
+                self.console.print(part)
+            print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
 
     def report(self, data: Any, shown: Callable[[], RenderableType]) -> None:
         """Print what a subcommand found: ``data`` as JSON with ``--json``, else what ``shown`` returns."""

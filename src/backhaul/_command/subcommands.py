@@ -54,7 +54,12 @@ class Subcommand:
 
 # In the order of ``backhaul --help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
+    "run": Subcommand("run", "start a script on several workers", reports=False),
+    "demo": Subcommand("demo", "a tour of one minute: calls, gradients, a lost worker, a profile", reports=False),
+    "doctor": Subcommand("doctor", "check this machine, and say how to fix what is wrong"),
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "bench": Subcommand("bench", "compare Backhaul with torch.distributed.rpc on this machine"),
+    "certs": Subcommand("certs", "make, show and check certificates for TLS"),
     "migrate": Subcommand("migrate", "rewrite programs from torch.distributed.rpc to Backhaul"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,8 +14,16 @@ from backhaul._devices.placement import check
 from backhaul._options import Options
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.addressing import other_host
+from backhaul._rpc.cluster.environment import NAME_VARIABLE
 from backhaul._rpc.cluster.membership_events import MembershipEvent, MembershipEvents
-from backhaul._rpc.cluster.own_endpoint import OwnEndpoint, check_neighbor, check_options, host_of, secret_of
+from backhaul._rpc.cluster.own_endpoint import (
+    OwnEndpoint,
+    check_neighbor,
+    check_options,
+    host_of,
+    meets_other_hosts,
+    secret_of,
+)
 from backhaul._rpc.cluster.rendezvous import StoreRendezvous, check_rank, open_store
 from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
@@ -47,7 +56,8 @@ def init(
     lost, the new one takes its place. Once this returns, every member knows the worker.
 
     Args:
-        name: A name that no other worker has; ``worker<rank>`` if not given.
+        name: A name that no other worker has; ``BACKHAUL_NAME``, which ``backhaul run`` sets, or ``worker<rank>`` if
+            not given.
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: How many workers there are.
         store: A ``torch.distributed.Store`` for the rendezvous, in place of ``options.init_method``.
@@ -70,6 +80,7 @@ def init(
     """
     began = time.monotonic()
     options = options or Options()
+    name = name if name is not None else os.environ.get(NAME_VARIABLE) or None
     if name is not None:
         check_name(name)
     if running_workers():
@@ -101,6 +112,7 @@ def init(
         towards=host_of(store),
         own_secret=secret is not None,
         several_hosts=None if world_size > 1 else False,
+        joiners=world_size == 1 and meets_other_hosts(store),
     )
     try:
         own = describe(name, rank, end.endpoint, options, host=host_identity())
@@ -174,8 +186,9 @@ def get_address() -> str:
 def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], None]:
     """Call ``callback`` when workers join, leave or are lost, as the current worker sees it.
 
-    The callback runs on a thread of the worker, with the worker current. It gets one event at a time. A worker does not
-    notice the loss of a worker to which it has never been connected.
+    The callback runs on a thread of the worker, with the worker current. It gets one event at a time. A worker hears
+    later of the loss of a worker to which it has never been connected: when it calls it, or when the leader asks it to
+    look, because that worker was silent for others.
 
     Returns:
         A function that ends the subscription.

@@ -19,6 +19,7 @@ from backhaul._rpc.cluster.enrollment import Enrollment
 from backhaul._rpc.cluster.internal_calls import InternalCalls
 from backhaul._rpc.cluster.joining import ask_to_join
 from backhaul._rpc.cluster.leaving import Leaving, forget
+from backhaul._rpc.cluster.loss_news import LossNews
 from backhaul._rpc.cluster.main_identity import main_identity
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_events import MembershipEvents
@@ -76,6 +77,7 @@ class Node:
         self.heartbeat.waits += (self.client.pending.workers, self.server.callers)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
+        LossNews(worker, self.peers, calls)
         worker.devices.start(self.peers)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down

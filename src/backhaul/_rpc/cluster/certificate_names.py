@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from backhaul._options import Options, Tls
+from backhaul._options import Tls
 from backhaul._transport.base import Channel
+from backhaul._worker.worker import Worker
 
 
 class CertificateNames:
     """One worker's rule about names in certificates."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._security = worker.options.security
 
     @property
     def bound(self) -> bool:
-        """Whether a certificate proves the name of a worker. One that is made from the cluster secret does not: every
-        member can make one of any name.
+        """Whether a certificate proves the name of a worker."""
+        return self._security.binds_names
+
+    @property
+    def _needed(self) -> bool:
+        """Whether a channel without a certificate is refused: what it claims could not be checked. Workers of one
+        process have no certificates.
         """
-        tls = self._options.security.tls
-        return isinstance(tls, Tls) and tls.names
+        listens = any(address.startswith("tcp:") for address in self._worker.endpoint.addresses)
+        return self.bound and listens and not self._security.trusted
 
     def allow(self, channel: Channel, name: str) -> bool:
-        """Whether the peer of a channel may be the worker ``name``. A channel without a certificate allows any name."""
-        tls = self._options.security.tls
-        return (isinstance(tls, Tls) and not tls.names) or channel.names is None or name in channel.names
+        """Whether the peer of a channel may be the worker ``name``."""
+        if channel.names is None:
+            return not self._needed
+        tls = self._security.tls
+        return (isinstance(tls, Tls) and not tls.names) or name in channel.names
 
     @staticmethod
-    def listed(channel: Channel) -> str:
-        """The names in the certificate of the peer, for an error."""
-        return ", ".join(f"'{name}'" for name in sorted(channel.names or ())) or "nobody by name"
-
-    @classmethod
-    def mismatch(cls, channel: Channel, name: str) -> str:
+    def mismatch(channel: Channel, name: str) -> str:
         """The reason to refuse a worker whose certificate does not name it."""
-        return f"the certificate of '{name}' is for {cls.listed(channel)}"
+        if channel.names is None:
+            return f"'{name}' shows no certificate; give all workers certificates, and Options(transport='tcp')"
+        listed = ", ".join(f"'{each}'" for each in sorted(channel.names)) or "nobody by name"
+        return f"the certificate of '{name}' is for {listed}"

@@ -67,7 +67,7 @@ class Connections:
         self._worker = worker
         self._own = own
         self._members = members
-        self.certificates = CertificateNames(worker.options)
+        self.certificates = CertificateNames(worker)
         # Guards _by_channel, links, _refusals, _closed_bytes and the channels of all peers.
         self._lock = threading.Lock()
         self._by_channel: dict[Channel, Peer] = {}
@@ -77,6 +77,7 @@ class Connections:
         self._closed = False  # this worker ends: it opens no more channels
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
+        self.on_silent: Listeners[[Peer], None] = Listeners()  # no channel is left to a silent peer; must not block
         self._reconnecting = Reconnecting(worker, self._connect, lambda: self.answer_seconds)
         self.of = self._by_channel.get
         worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
@@ -139,8 +140,7 @@ class Connections:
             channel = self._worker.endpoint.connect(address, timeout=timeout)
             if not self.certificates.allow(channel, name):
                 channel.close()
-                listed = self.certificates.listed(channel)
-                raise AuthenticationError(f"its certificate is for {listed}, not for '{name}'")
+                raise AuthenticationError(self.certificates.mismatch(channel, name))
             self.adopt(channel, peer)
             channel.send(self.hello_to(peer.record))
         except AuthenticationError as error:
@@ -255,6 +255,8 @@ class Connections:
         if not peer.channels:
             peer.suspicion = ""
             self._members.lose(peer, reason)
+            if peer.attempts.silence.silent:
+                self.on_silent.notify(peer)
         if peer.gone:
             reason = f"worker '{peer.info.name}' {peer.gone}"
         self.on_lost.notify(peer, channel, reason)

@@ -22,7 +22,7 @@ from backhaul._transport.sockets.tls import Credentials
 log = logging.getLogger("backhaul")
 
 _HANDSHAKE_SECONDS = 10.0  # until a connection must have proven itself
-_MAX_PENDING = 256
+_MAX_PENDING = 256  # of each kind, see ``_drop_late``
 _BATCH = 16  # connections accepted at once; then those that were accepted are read, before others crowd them out
 _PAUSE_SECONDS = 0.1  # before a listener that could not accept is tried again
 
@@ -111,7 +111,8 @@ class Acceptor:
         return _PAUSE_SECONDS if timeout is None else min(timeout, _PAUSE_SECONDS)
 
     def _drop_late(self) -> None:
-        """Shut down connections that did not prove themselves in time, and the oldest if there are too many.
+        """Shut down connections that did not prove themselves in time, and the oldest if there are too many. Those that
+        have said nothing yet are counted apart: they do not crowd out one whose handshake has begun, and the reverse.
         Check again when the next one may be late.
         """
         with self._lock:
@@ -119,10 +120,12 @@ class Acceptor:
         if waiting:
             self._timer.start(_HANDSHAKE_SECONDS / 4)
         late = time.monotonic() - _HANDSHAKE_SECONDS
-        for index, pending in enumerate(waiting):
-            if pending.since < late or len(waiting) - index > _MAX_PENDING:
-                with contextlib.suppress(OSError):
-                    pending.sock.shutdown(socket.SHUT_RDWR)  # the thread that reads it refuses and closes it
+        for heard in (False, True):
+            alike = [pending for pending in waiting if pending.heard == heard]
+            for index, pending in enumerate(alike):
+                if pending.since < late or len(alike) - index > _MAX_PENDING:
+                    with contextlib.suppress(OSError):
+                        pending.sock.shutdown(socket.SHUT_RDWR)  # the thread that reads it refuses and closes it
 
     def admit(self, pending: PendingConnection) -> None:
         """The connection has proven itself: from here on its bytes are frames."""

@@ -44,13 +44,19 @@ class _RefusalError(Exception):
 
 
 class PendingConnection:
-    """A connection without TLS."""
+    """A connection without TLS.
+
+    Attributes:
+        since: When it was accepted.
+        heard: Whether it has begun a handshake as it should.
+    """
 
     def __init__(self, owner: PendingOwner, sock: socket.socket, peer: str) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer
         self.since = time.monotonic()
+        self.heard = False
         self._owner = owner
         self._handshake = ServerHandshake(owner.secret)
         self._ignored = 0  # how often bytes were discarded since the peer was refused; 0: it was not
@@ -113,6 +119,7 @@ class PendingConnection:
             raise ConnectionResetError("closed before it was authenticated")
         answer = self._handshake.feed(data)
         if answer:
+            self.heard = True
             self.sock.sendall(answer)  # a few bytes into an empty buffer; does not block
 
     def _refuse(self, reason: str, last_word: bytes) -> int:
@@ -170,6 +177,7 @@ class TlsPendingConnection(PendingConnection):
                 raise ConnectionResetError("closed before it was authenticated")
             if not begins_tls(first):
                 raise _RefusalError("it does not speak TLS", ServerHandshake.wants_tls)
+            self.heard = True
             self._secure = TlsSocket(self._credentials.accept(self.sock))
             self.sock = cast("socket.socket", self._secure)
         try:

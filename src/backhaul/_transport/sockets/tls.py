@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from backhaul._options import Tls
@@ -64,24 +65,19 @@ class Credentials:
         context.verify_mode = ssl.CERT_REQUIRED
         if isinstance(given, Tls):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
-            cls._load_files(context, given)
         else:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            with _as_file(given.certificate + given.key) as path:
-                context.load_cert_chain(path)
-            context.load_verify_locations(cadata=given.authority.decode())
-        return context
-
-    @staticmethod
-    def _load_files(context: ssl.SSLContext, tls: Tls) -> None:
-        what = f"certificate {tls.certificate} with key {tls.key}"
+        what = f"certificate {_title(given.certificate)} with key {_title(given.key)}"
         try:
-            # With an empty password OpenSSL does not ask for one at the terminal, which would stop the program.
-            context.load_cert_chain(tls.certificate, tls.key, password="")
-            what = f"authority {tls.authority}"
-            context.load_verify_locations(cafile=tls.authority)
+            with _as_path(given.certificate) as certificate, _as_path(given.key) as key:
+                # With an empty password OpenSSL does not ask for one at the terminal, which would stop the program.
+                context.load_cert_chain(certificate, key, password="")
+            what = f"authority {_title(given.authority)}"
+            with _as_path(given.authority) as authority:
+                context.load_verify_locations(cafile=authority)
         except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"cannot use the {what}: {error}") from error
+        return context
 
     def accept(self, sock: socket.socket) -> ssl.SSLSocket:
         """Make the server's side of a new connection. The caller does the handshake."""
@@ -101,12 +97,19 @@ class Credentials:
             raise
 
 
+def _title(given: str | Path | bytes) -> str:
+    return "given as bytes" if isinstance(given, bytes) else str(given)
+
+
 @contextlib.contextmanager
-def _as_file(data: bytes) -> Iterator[str]:
-    """A file in memory. OpenSSL reads keys from files only, and this one is never on a disk."""
+def _as_path(given: str | Path | bytes) -> Iterator[str | Path]:
+    """A path of these PEM data: a file in memory if they are no file. OpenSSL reads keys from files only."""
+    if not isinstance(given, bytes):
+        yield given
+        return
     fd = os.memfd_create("backhaul-certificate")
     try:
-        os.write(fd, data)
+        os.write(fd, given)
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
