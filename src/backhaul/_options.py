@@ -1,5 +1,7 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
+# Over the limit because each option is explained and shown where it is defined.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -50,6 +50,6 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     done = run_command("migrate", "--write", "--json", str(tmp_path))
     assert done.returncode == 1
     reports = {Path(report["path"]).name: report for report in json.loads(done.stdout)}
-    assert [finding["line"] for finding in reports["left.py"]["findings"]] == [2]
+    assert [remark["line"] for remark in reports["left.py"]["remarks"]] == [2]
     assert reports["broken.py"]["error"]
     assert run_command("migrate", str(tmp_path / "nothing")).returncode == 2

@@ -32,7 +32,7 @@ def main(given: Namespace, output: Output) -> int:
         output.report([_as_data(file) for file in files], str)
     else:
         _show(files, written=given.write)
-    left = any(finding.left for file in files for finding in file.findings)
+    left = any(remark.left for file in files for remark in file.remarks)
     return FAILED if left or any(file.error for file in files) else FINE
 
 
@@ -44,10 +44,10 @@ def _show(files: list[MigratedFile], *, written: bool) -> None:
     for file in files:
         if file.error is not None:
             print(f"{file.path}: not changed: {file.error}")
-        for finding in file.findings:
-            print(f"{file.path}:{finding.line}: {finding.text}")
+        for remark in file.remarks:
+            print(f"{file.path}:{remark.line}: {remark.text}")
     changed = sum(file.changed for file in files)
-    left = sum(finding.left for file in files for finding in file.findings)
+    left = sum(remark.left for file in files for remark in file.remarks)
     does = "changed" if written else "would change"
     print(f"{does} {_count(changed, 'file')} of {len(files)}; {_count(left, 'line')} to change by hand")
     if changed and not written:
@@ -55,8 +55,8 @@ def _show(files: list[MigratedFile], *, written: bool) -> None:
 
 
 def _as_data(file: MigratedFile) -> dict[str, object]:
-    findings = [{"line": each.line, "text": each.text, "left": each.left} for each in file.findings]
-    return {"path": str(file.path), "changed": file.changed, "error": file.error, "findings": findings}
+    remarks = [{"line": each.line, "text": each.text, "left": each.left} for each in file.remarks]
+    return {"path": str(file.path), "changed": file.changed, "error": file.error, "remarks": remarks}
 
 
 def _count(number: int, noun: str) -> str:

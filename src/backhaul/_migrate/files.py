@@ -9,7 +9,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from backhaul._migrate.program import Finding, migrate
+from backhaul._migrate.program import Remark, migrate
 
 _HIDDEN = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
@@ -21,7 +21,7 @@ class MigratedFile:
     path: Path
     before: str
     after: str
-    findings: tuple[Finding, ...] = ()
+    remarks: tuple[Remark, ...] = ()
     error: str | None = None
     encoding: str = "utf-8"
 
@@ -70,4 +70,4 @@ def migrate_file(path: Path) -> MigratedFile:
         done = migrate(text)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         return MigratedFile(path, "", "", error=str(error))
-    return MigratedFile(path, text, done.text, done.findings, encoding=encoding)
+    return MigratedFile(path, text, done.text, done.remarks, encoding=encoding)

@@ -19,7 +19,7 @@ from backhaul._migrate.options import OptionVariables
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Finding:
+class Remark:
     """Something that the codemod says about a line. ``left``: the line still needs a change by hand."""
 
     line: int
@@ -32,7 +32,7 @@ class Migration:
     """A migrated program: its text, and what there is to say about it."""
 
     text: str
-    findings: tuple[Finding, ...]
+    remarks: tuple[Remark, ...]
 
 
 def migrate(text: str) -> Migration:
@@ -63,7 +63,7 @@ def migrate(text: str) -> Migration:
         visitor = _Uses(Source(text), tree)
         visitor.visit(tree)
     visitor.finish()
-    return Migration(visitor.source.result(), tuple(sorted(set(visitor.findings))))
+    return Migration(visitor.source.result(), tuple(sorted(set(visitor.remarks))))
 
 
 class _Uses(ScopedVisitor):
@@ -72,7 +72,7 @@ class _Uses(ScopedVisitor):
     def __init__(self, source: Source, tree: ast.Module) -> None:
         super().__init__(tree)
         self.source = source
-        self.findings: list[Finding] = []
+        self.remarks: list[Remark] = []
         self._imports = Imports(source, tree)
         self._bh = self._imports.bh
         self._options = OptionVariables(source, self._imports, self._leave)
@@ -222,10 +222,10 @@ class _Uses(ScopedVisitor):
         return True
 
     def _note(self, node: ast.AST, text: str) -> None:
-        self.findings.append(Finding(getattr(node, "lineno", 0), text, left=False))
+        self.remarks.append(Remark(getattr(node, "lineno", 0), text, left=False))
 
     def _leave(self, line: int, text: str) -> None:
-        self.findings.append(Finding(line, text))
+        self.remarks.append(Remark(line, text))
 
 
 def _names_in(text: str) -> list[ast.Attribute]:

@@ -15,7 +15,7 @@ HEAD = "import torch.distributed.rpc as rpc\n"
 def migrated(program: str) -> str:
     """The program after the codemod, which must have nothing to report and nothing to do a second time."""
     done = migrate(dedent(program))
-    assert [finding for finding in done.findings if finding.left] == []
+    assert [remark for remark in done.remarks if remark.left] == []
     assert migrate(done.text).text == done.text
     ast.parse(done.text)
     return done.text
@@ -32,8 +32,8 @@ def left(program: str) -> list[tuple[int, str]]:
     """The lines that the codemod leaves, and why. It must not have changed them."""
     done = migrate(dedent(program))
     old, new = dedent(program).splitlines(), done.text.splitlines()
-    assert all(old[finding.line - 1] in new for finding in done.findings if finding.left)
-    return [(finding.line, finding.text) for finding in done.findings if finding.left]
+    assert all(old[remark.line - 1] in new for remark in done.remarks if remark.left)
+    return [(remark.line, remark.text) for remark in done.remarks if remark.left]
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_imports_that_it_cannot_write() -> None:
 
 
 def test_notes_ask_for_nothing() -> None:
-    (note,) = migrate(f"{HEAD}mock('torch.distributed.rpc.rpc_sync')\nrpc.shutdown()\n").findings
+    (note,) = migrate(f"{HEAD}mock('torch.distributed.rpc.rpc_sync')\nrpc.shutdown()\n").remarks
     assert (note.line, note.left) == (2, False)
-    (note,) = migrate(f"{HEAD}o = rpc.TensorPipeRpcBackendOptions(_channels=[1], rpc_timeout=2)\n").findings
+    (note,) = migrate(f"{HEAD}o = rpc.TensorPipeRpcBackendOptions(_channels=[1], rpc_timeout=2)\n").remarks
     assert (note.line, note.left) == (2, False)
 
 
