@@ -177,14 +177,6 @@ def test_every_text_of_a_page_is_in_its_notebook() -> None:
 
 # The reference.
 
-WITHOUT_AN_EXAMPLE = {
-    # They take a second host, a broken peer, or a program that ends; docs/errors.md and docs/troubleshooting.md explain
-    # each of them.
-    *("AuthenticationError", "ProtocolError", "LimitError", "PermissionDeniedError", "RendezvousError"),
-    *("ShutdownTimeoutError", "WorkersLostError", "LeakError", "WorkerFailedError", "UnsupportedTorchError"),
-    *("RemoteTraceback", "ForeignGraphError", "BackwardTimeoutError"),
-}
-
 
 def test_every_public_name_has_an_example() -> None:
     """The examples are doctests, so they run."""
@@ -193,7 +185,7 @@ def test_every_public_name_has_an_example() -> None:
         name for name in reference.public_names("backhaul") if name not in ("profile",)
     }
     without = {name for package, name in named if ">>>" not in (inspect.getdoc(thing(package, name)) or "")}
-    assert without == WITHOUT_AN_EXAMPLE
+    assert without == set()
 
 
 def thing(package: str, name: str) -> object:

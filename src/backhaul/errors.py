@@ -178,6 +178,13 @@ class AuthenticationError(BackhaulError, ConnectionError):
     """Raised if one side of a new connection could not prove its identity with the secret or with a certificate.
 
     Give all workers the same secret, or certificates of the same authority.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.init("late", join="tcp://host1:7000")  # doctest: +SKIP
+        ... except bh.errors.AuthenticationError:
+        ...     print("BACKHAUL_SECRET differs from that of the cluster")
     """
 
 
@@ -185,6 +192,11 @@ class ProtocolError(BackhaulError):
     """Raised if a peer sent bytes that the protocol does not allow. The channel to that peer is closed.
 
     Install the same version of Backhaul on all workers. If the versions are equal, report it as a bug.
+
+    Example:
+        >>> import backhaul as bh
+        >>> issubclass(bh.errors.ProtocolError, bh.BackhaulError)
+        True
     """
 
 
@@ -224,6 +236,16 @@ class LimitError(BackhaulError):
         limit: What is limited, as text.
         option: The option of ``worker`` that sets the limit.
         value: The limit.
+
+    Example:
+        >>> import backhaul as bh
+        >>> options = bh.Options(security=bh.Security(trusted=False), limits=bh.Limits(values=5000))
+        >>> with bh.cluster(2, options=options):
+        ...     try:
+        ...         bh.rpc_sync("worker1", "f", args=(list(range(10_000)),))
+        ...     except bh.errors.LimitError as error:
+        ...         error.option
+        'limits.values'
     """
 
     def __init__(
@@ -249,6 +271,15 @@ class PermissionDeniedError(BackhaulError, PermissionError):
     Attributes:
         function: The name of the function.
         caller: The name of the calling worker.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2, options=bh.Options(security=bh.Security(trusted=False))):
+        ...     try:
+        ...         bh.rpc_sync("worker1", abs, args=(-1,))
+        ...     except bh.errors.PermissionDeniedError as error:
+        ...         error.caller, error.worker
+        ('worker0', 'worker1')
     """
 
     def __init__(
@@ -341,6 +372,15 @@ class RendezvousError(BackhaulError):
     """Raised if the workers of a cluster did not find each other in time, or if two use the same name or id.
 
     Start all workers with the same address and number of workers, and give each its own name.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> options = bh.Options(rendezvous_timeout=0.1)
+        >>> try:
+        ...     bh.init("first", rank=0, world_size=2, store=torch.distributed.HashStore(), options=options)
+        ... except bh.errors.RendezvousError:
+        ...     print("rank 1 has not started")
+        rank 1 has not started
     """
 
 
@@ -351,6 +391,15 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
 
     Attributes:
         waiting_for: The names of the workers that were not done.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     try:
+        ...         first.run(functools.partial(bh.shutdown, timeout=0.1))
+        ...     except bh.errors.ShutdownTimeoutError as error:
+        ...         error.waiting_for
+        ('second',)
     """
 
     def __init__(self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()) -> None:
@@ -365,6 +414,18 @@ class WorkersLostError(BackhaulError):
 
     Attributes:
         reasons: By name, why each worker was lost.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     bh.rpc_sync("second", abs, args=(-1,))
+        ...     second.run(functools.partial(bh.shutdown, graceful=False))  # as if it had died
+        ...     try:
+        ...         first.run(bh.serve)
+        ...     except bh.errors.WorkersLostError as error:
+        ...         list(error.reasons)
+        1
+        ['second']
     """
 
     def __init__(self, message: str, *, worker: str | None = None, reasons: dict[str, str] | None = None) -> None:
@@ -376,6 +437,14 @@ class LeakError(BackhaulError):
     """Raised if a worker was shut down while other workers still had references (``RRef``) to its values.
 
     Drop the references before the shutdown.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> try:
+        ...     bh.shutdown(ignore_rref_leak=False)
+        ... except bh.errors.LeakError:
+        ...     print("other workers still refer to values of this one")
     """
 
 
@@ -385,6 +454,14 @@ class WorkerFailedError(BackhaulError):
 
     Attributes:
         exitcode: The exit code of the process, if it is known. Negative: the signal that ended it.
+
+    Example:
+        >>> import os, backhaul as bh
+        >>> try:
+        ...     bh.launch(os._exit, workers=2, args=(3,))  # doctest: +SKIP
+        ... except bh.errors.WorkerFailedError as error:
+        ...     error.exitcode
+        3
     """
 
     def __init__(self, message: str, *, worker: str | None = None, exitcode: int | None = None) -> None:
@@ -400,6 +477,12 @@ class UnsupportedTorchError(BackhaulError, ImportError):
     Attributes:
         torch_version: The installed version.
         missing: The names that it lacks.
+
+    Example:
+        >>> try:
+        ...     import backhaul
+        ... except ImportError as error:  # its subclass cannot be imported before
+        ...     print(error.missing)
     """
 
     def __init__(
@@ -423,6 +506,15 @@ class RemoteTraceback(Exception):
     Attributes:
         worker: The name of the worker that raised the exception.
         text: The formatted traceback.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", divmod, args=(1, 0))
+        ...     except ZeroDivisionError as error:
+        ...         error.__cause__.worker
+        'worker1'
     """
 
     def __init__(self, worker: str, text: str) -> None:
@@ -487,6 +579,19 @@ class ForeignGraphError(ContextError):
         origin: The id of the context in which the tensor was received; None: outside any context.
         sender: The name of the worker that sent the tensor.
         root: The index of the root that depends on the tensor, if one does.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2):
+        ...     with bh.context():
+        ...         y = bh.rpc_sync("worker1", torch.mul, args=(x, 3))
+        ...     with bh.context() as ctx:
+        ...         try:
+        ...             ctx.backward(y.sum())
+        ...         except bh.errors.ForeignGraphError as error:
+        ...             error.sender
+        'worker1'
     """
 
     def __init__(
@@ -531,6 +636,17 @@ class BackwardTimeoutError(ContextError, TimeoutError):
     Attributes:
         outstanding: The messages that were under way, each with the name of the worker that had it.
         cut_by: See ``CallTimeoutError``.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2), bh.context() as ctx:
+        ...     y = bh.rpc_sync("worker1", torch.mul, args=(x, 3))
+        ...     try:
+        ...         ctx.backward(y.sum(), timeout=1e-6)
+        ...     except bh.errors.BackwardTimeoutError:
+        ...         print("it takes longer than a microsecond")
+        it takes longer than a microsecond
     """
 
     def __init__(
