@@ -24,6 +24,7 @@ from backhaul._monitoring.status import MonitoringKind
 from backhaul._rref.notices import RRefKind
 from backhaul._wire.messages import Kind
 from backhaul.errors import BackhaulError
+from tools.site.notebooks import is_program
 from tools.tree import read_folders, read_table
 
 from .cluster.processes import run_processes
@@ -57,8 +58,14 @@ def blocks_of(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
+def is_cell(block: Block) -> bool:
+    """The blocks of a tutorial are the cells of one notebook, which ``tests/test_site.py`` runs."""
+    return block.name.startswith("docs/tutorials/") and block.info == "python" and not is_program(block.code)
+
+
 def of_language(language: str) -> list[Any]:
-    return [pytest.param(block.code, id=block.name) for block in BLOCKS if block.info == language]
+    blocks = [block for block in BLOCKS if block.info == language and not is_cell(block)]
+    return [pytest.param(block.code, id=block.name) for block in blocks]
 
 
 @pytest.mark.parametrize("code", of_language("python"))

@@ -34,6 +34,11 @@ class Tls:
             this cluster: everyone who holds a certificate of the authority may try to join.
         names: Whether a worker's certificate must contain the worker's name as a subject alternative name (DNS).
             Without that, any member can claim to be any other member.
+
+    Example:
+        >>> tls = Tls(certificate="worker1.pem", key="worker1.key", authority="authority.pem")
+        >>> Options(security=Security(tls=tls)).security.tls.names
+        True
     """
 
     certificate: str | Path | bytes
@@ -115,6 +120,10 @@ class Liveness:
         quiet_above: A worker with more channels than this sends heartbeats less often over channels whose peers nothing
             waits for: the time between two grows with the square of the number of channels, up to a minute. Such a peer
             may then be silent for that much longer. ``inf``: every channel gets one each ``heartbeat_interval``.
+
+    Example:
+        >>> Options(liveness=Liveness(suspect_after=5.0, lost_after=60.0)).liveness.lost_after
+        60.0
     """
 
     heartbeat_interval: float = 0.5
@@ -152,6 +161,10 @@ class Devices:
         slot_bytes: The most memory of each device that this worker uses to pass tensors to other workers of its host.
             A tensor that does not fit is copied through host memory. 0 switches this off. Default: an eighth of the
             device's memory.
+
+    Example:
+        >>> Options(devices=Devices(maps={"worker1": {"cuda:0": "cuda:1"}})).devices.placement
+        'auto'
     """
 
     maps: DeviceMaps | None = None
@@ -188,6 +201,10 @@ class Limits:
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
         relayed: How many connections of workers that do not listen this worker relays, for all of them together.
+
+    Example:
+        >>> Options(limits=Limits(calls=64)).limits.calls
+        64
     """
 
     frame_bytes: int = 8 << 30
