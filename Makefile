@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env native ray run test matrix explore test-cuda races lint types browser launchers networks bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle format clean
+.PHONY: help env native ray run test matrix explore test-cuda races lint types browser launchers networks bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle dist docs format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -154,6 +154,15 @@ soak: env ## Mixed traffic with a kill every few seconds, and what it costs over
 
 oracle: env ## Compare random programs with plain autograd; ARGS such as --programs 3000 --order 2 --processes --threads 4
 	@$(BIN)/python -u -m tools.oracle $(ARGS)
+
+# The metadata gets its URLs, and the README absolute links, from REPOSITORY; see [tool.backhaul] in pyproject.toml.
+dist: export BACKHAUL_REPOSITORY := $(REPOSITORY)
+dist: env ## Build sdist, wheel and SBOM into dist, and check them; REPOSITORY=<address>; ARGS such as --tag v0.1.0
+	@rm -rf dist
+	@$(BIN)/python -m tools.release $(ARGS)
+
+docs: env ## Build the documentation site into build/site/html; warnings and links to nowhere are errors
+	@$(BIN)/python -m tools.site
 
 format: env ## Fix what can be fixed, and format
 	$(BIN)/ruff check --fix .

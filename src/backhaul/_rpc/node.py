@@ -20,6 +20,7 @@ from backhaul._rpc.cluster.enrollment import Enrollment
 from backhaul._rpc.cluster.internal_calls import InternalCalls
 from backhaul._rpc.cluster.joining import ask_to_join
 from backhaul._rpc.cluster.leaving import Leaving, forget
+from backhaul._rpc.cluster.loss_news import LossNews
 from backhaul._rpc.cluster.main_identity import main_identity
 from backhaul._rpc.cluster.membership import Membership
 from backhaul._rpc.cluster.membership_events import MembershipEvents
@@ -40,6 +41,7 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
 from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.value_count import most_buffers
+from backhaul._worker import log_fields  # noqa: F401  (adds fields to the records of the logger)
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
 
@@ -78,6 +80,7 @@ class Node:
         self.heartbeat.waits += (self.client.pending.workers, self.server.callers)
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
+        LossNews(worker, self.peers, calls)
         Relaying(worker, self.peers, calls, self.partition_healing)
         self.anchoring = Anchoring(worker, self.peers)
         worker.devices.start(self.peers)

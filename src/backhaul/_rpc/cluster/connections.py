@@ -86,6 +86,7 @@ class Connections:
         self._closed = False  # this worker ends: it opens no more channels
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
+        self.on_silent: Listeners[[Peer], None] = Listeners()  # no channel is left to a silent peer; must not block
         self.indirect: Indirect = _no_way
         self._reconnecting = Reconnecting(worker, self._connect, lambda: self.answer_seconds)
         self.of = self._by_channel.get
@@ -258,7 +259,7 @@ class Connections:
     @staticmethod
     def refuse(channel: Channel, name: str, problem: str) -> None:
         """Tell a worker why it is not accepted, and close its channel."""
-        log.warning("refused %.130r at %s: %s", name, channel.peer, problem)
+        log.warning("refused %.130r at %s: %s", name, channel.peer, problem, extra={"peer": name})
         try:
             channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
         except ChannelClosedError:
@@ -267,7 +268,8 @@ class Connections:
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         reason = unpack(frame.body, Refuse).reason
-        log.warning("%s refused this worker: %s", channel.peer, reason)
+        fields = {"worker": self._own.name, "peer": channel.peer}
+        log.warning("%s refused this worker: %s", channel.peer, reason, extra=fields)
         with self._lock:
             if channel in self._by_channel:
                 self._refusals[channel] = f"refused: {reason}"
@@ -286,6 +288,8 @@ class Connections:
         if not peer.channels:
             peer.suspicion = ""
             self._members.lose(peer, reason)
+            if peer.attempts.silence.silent:
+                self.on_silent.notify(peer)
         if peer.gone:
             reason = f"worker '{peer.info.name}' {peer.gone}"
         self.on_lost.notify(peer, channel, reason)

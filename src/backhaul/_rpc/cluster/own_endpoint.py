@@ -5,6 +5,7 @@ rendezvous, tries whether the workers of another host answer. ``addressing`` dec
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -20,9 +21,11 @@ from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets.certificates import check_strength, issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.interfaces import NoAddressError
-from backhaul._transport.sockets.tcp_listener import ListenAddress, TcpListener, listen_address
+from backhaul._transport.sockets.tcp_listener import ListenAddress, TcpListener, is_loopback_name, listen_address
 from backhaul._transport.sockets.tls import Credentials
 from backhaul.errors import AuthenticationError, RendezvousError
+
+log = logging.getLogger("backhaul")
 
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 
@@ -66,6 +69,12 @@ def host_of(store: Store) -> str | None:
     return host if isinstance(host, str) and host else None
 
 
+def meets_other_hosts(store: Store) -> bool:
+    """Whether workers of other hosts can come to a store."""
+    host = host_of(store)
+    return host is not None and not is_loopback_name(host)
+
+
 def _given_address(options: Options, towards: str | None) -> ListenAddress | None:
     """Where to listen by TCP whatever the hosts of the others are; None: the options do not say, or it does not."""
     if not options.listen:
@@ -88,6 +97,8 @@ class OwnEndpoint:
         towards: A host that all workers reach.
         own_secret: Whether the user has set the secret.
         several_hosts: Whether there are workers on other hosts; None: that is not known yet.
+        joiners: Whether workers of other hosts may join later, although there are none yet. The worker then listens for
+            them if it can.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class OwnEndpoint:
         towards: str | None,
         own_secret: bool,
         several_hosts: bool | None = None,
+        joiners: bool = False,
     ) -> None:
         self._name, self._secret, self._options = name, secret, options
         self._own_secret = own_secret
@@ -108,7 +120,7 @@ class OwnEndpoint:
         given = _given_address(options, towards)
         with contextlib.ExitStack() as made:
             searches = options.listen and options.bind is None and options.advertise is None
-            if searches and several_hosts is not False:
+            if searches and (several_hosts is not False or joiners):
                 self._reserve(towards)
                 if several_hosts and self._spare is None:
                     why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
@@ -136,6 +148,8 @@ class OwnEndpoint:
                 self.endpoint.use_relays(self._own_credentials())
             if several_hosts:
                 self._face_hosts()
+            elif joiners and options.listen:
+                self._await_joiners()
             made.pop_all()
 
     def _reserve(self, towards: str | None) -> None:
@@ -184,6 +198,17 @@ class OwnEndpoint:
         if self._spare is not None or not self._options.listen:
             self.endpoint.use_tcp(self._spare, self._credentials(beyond_loopback=True))
             self._spare = None
+
+    def _await_joiners(self) -> None:
+        try:
+            self._face_hosts()
+        except ValueError as error:  # the secret is too short
+            self._obstacle = str(error)
+            if self._spare is not None:
+                self._spare.close()
+                self._spare = None
+        if self._obstacle:
+            log.info("workers of other hosts cannot join worker '%s': %s", self._name, self._obstacle)
 
     def close(self) -> None:
         """Close the endpoint."""

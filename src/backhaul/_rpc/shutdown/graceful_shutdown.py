@@ -188,7 +188,8 @@ class GracefulShutdown:
 
     def _on_gone(self, member: int, reason: str) -> None:
         if self._leader == member and not self._may_exit.wait(0):
-            log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[member], reason)
+            name = self._names[member]
+            log.warning("worker '%s' is gone (%s): not waiting for the others", name, reason, extra={"peer": name})
             if not reason.startswith(_REFUSED):
                 with self._lock:
                     self.lost.add(self._names[member], reason, leader=True)
@@ -206,7 +207,8 @@ class GracefulShutdown:
             if not self._present:
                 self._alone.open()
         if early:
-            log.warning("worker '%s' is gone before everyone was done: %s", self._names[member], reason)
+            name = self._names[member]
+            log.warning("worker '%s' is gone before everyone was done: %s", name, reason, extra={"peer": name})
         self._carry_out(instruction)
 
     # Frames.

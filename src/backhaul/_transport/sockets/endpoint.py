@@ -79,6 +79,7 @@ class SocketEndpoint(Endpoint):
         relayed: int = 256,
     ) -> None:
         self.limit = limit
+        self.secret = secret
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self._signal_wait = SignalWait(self.spin_limit)

@@ -112,7 +112,8 @@ class PendingConnection:
         except AuthenticationError as error:
             return self._refuse(str(error), self._handshake.last_word)
         except OSError as error:
-            log.warning("refused a connection from %s: %s", self.peer, error.strerror or error)
+            reason = error.strerror or error
+            log.warning("refused a connection from %s: %s", self.peer, reason, extra={"peer": self.peer})
             return self._drop()
         if not self._handshake.done:
             return select.EPOLLIN
@@ -146,7 +147,7 @@ class PendingConnection:
         """Tell the peer why, and wait until the peer closes. If this side closed first while bytes of the peer arrive,
         the kernel would drop what was told. The connection stays pending, and is dropped when its time is over.
         """
-        log.warning("refused a connection from %s: %s", self.peer, reason)
+        log.warning("refused a connection from %s: %s", self.peer, reason, extra={"peer": self.peer})
         self._ignored = 1
         try:
             if last_word:
