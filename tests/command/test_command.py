@@ -78,8 +78,9 @@ def test_misuse_ends_with_2(arguments: tuple[str, ...]) -> None:
 
 def test_every_subcommand_explains_itself() -> None:
     for name, subcommand in SUBCOMMANDS.items():
-        done = run_command(name, "--help")
+        done = run_command(name, "--help", environ={"COLUMNS": "80"})
         assert done.returncode == 0, name
+        assert max(map(len, done.stdout.splitlines())) <= 80, name
         assert ("--json" in done.stdout) == subcommand.reports, name
 
 
