@@ -2,7 +2,7 @@
 
   backhaul doctor                      this host
   backhaul doctor --master one:29500   and whether it reaches where workers meet
-  backhaul doctor --hosts one,two      and whether workers there reach each other
+  backhaul doctor --hosts one,two      and whether workers there can meet
 
 The exit status is 1 if something would fail. Notes tell of what works but could be better.
 """
