@@ -31,6 +31,7 @@ LONG = (
     "tests/test_examples.py",
     "tests/frameworks/test_examples.py",
     "tests/test_documentation.py",
+    "tests/test_site.py",
     "tests/cluster/test_interrupts.py",
     "tests/sim/test_simulation.py",
     "tests/profiler/test_report_browser.py",
