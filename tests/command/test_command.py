@@ -84,6 +84,11 @@ def test_every_subcommand_explains_itself() -> None:
         assert ("--json" in done.stdout) == subcommand.reports, name
 
 
+def test_the_page_has_every_subcommand() -> None:
+    page = (ROOT / "docs" / "command.md").read_text()
+    assert [name for name in SUBCOMMANDS if f"`backhaul {name}`" not in page] == []
+
+
 def test_the_version() -> None:
     assert run_command("--version").stdout == f"backhaul {importlib.metadata.version('backhaul')}\n"
 
