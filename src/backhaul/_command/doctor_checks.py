@@ -116,7 +116,7 @@ def check_memory() -> Iterator[Finding]:
     memory = machine.memory_bytes()
     text = f"{machine.show_bytes(memory)}; {machine.processors():g} processors"
     if memory < _SMALL_MEMORY:
-        yield Finding("memory", "note", text, "a worker with torch takes about 250 MiB; start few, or use a larger machine")
+        yield Finding("memory", "note", text, "a worker with torch takes about 250 MiB; start few workers")
     else:
         yield Finding("memory", "good", text)
     try:
