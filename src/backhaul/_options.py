@@ -253,6 +253,10 @@ class Options:
             microseconds on machines with fewer than 4 processors. A container counts as a machine with as many
             processors as its cpu quota. A thread spins only if recent messages came within this time, and stops as
             soon as other threads want the processor or the interpreter. So a worker without messages sleeps.
+        lanes: How many connections carry large messages to a worker on another host, beside the one for all others. So
+            small messages do not wait for large ones, and a packet that is lost delays only a part. 1: one connection
+            carries all. ``"auto"``: 16 between hosts, 1 inside a host; a number holds for every TCP connection. They
+            are opened for the first large message. The smaller number of both workers counts.
         connect_timeout: How long a first call may take to reach its peer; at most ``liveness.lost_after`` if that is
             not 0.
         rendezvous_timeout: How long ``init`` waits for all other workers. After 5 s it logs which ranks are missing,
@@ -287,6 +291,7 @@ class Options:
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
+    lanes: int | Literal["auto"] = "auto"
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -315,6 +320,8 @@ class Options:
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
         _check_bytes(self, "shm_bytes")
+        if self.lanes != "auto" and (not isinstance(self.lanes, int) or self.lanes is True or not 1 <= self.lanes <= 64):
+            raise ValueError(f"lanes must be 'auto' or a number from 1 to 64, got {self.lanes!r}")
         _check_compression(self.compression)
         if self.spin != "auto" and not (
             isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1

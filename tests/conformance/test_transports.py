@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 
 import pytest
 
@@ -11,8 +12,10 @@ from backhaul._transport.base import EndpointFactory
 from backhaul._transport.inproc import InprocEndpoint
 from backhaul._transport.sockets.certificates import issue
 from backhaul._transport.sockets.endpoint import SocketEndpoint
+from backhaul._transport.sockets.laned_channel import LanedChannel
 from backhaul._transport.sockets.tls import Credentials
-from backhaul.testing.transport_conformance import TransportConformance
+from backhaul._wire.frames import Frame
+from backhaul.testing.transport_conformance import PATIENCE, Line, Pollers, TransportConformance, join
 
 SECRET = b"the conformance tests' own"
 
@@ -79,8 +82,11 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that poll stop in the middle of nearly every frame."""
     monkeypatch.setattr("backhaul._transport.sockets.channel.TURN_BYTES", 5000)
     monkeypatch.setattr("backhaul._transport.sockets.socket_writer.TURN_BYTES", 5000)
+    monkeypatch.setattr("backhaul._transport.sockets.lane_writer.TURN_BYTES", 5000)
+    monkeypatch.setattr("backhaul._transport.sockets.lane_reader._TURN_BYTES", 5000)
+    monkeypatch.setattr("backhaul._transport.sockets.lane_reader._LANE_BYTES", 3000)
     monkeypatch.setattr("backhaul._wire.frame_reader._MAX_READ_BYTES", 3000)
-    monkeypatch.setattr("backhaul._transport.sockets.tls._WRITE_BYTES", 5000)
+    monkeypatch.setattr("backhaul._transport.sockets.tls_socket._WRITE_BYTES", 5000)
 
 
 class TestUnixInShortTurns(TransportConformance):
@@ -117,6 +123,59 @@ class TestTlsInShortTurns(TransportConformance):
     @pytest.fixture
     def endpoints(self, credentials: Credentials, short_turns: None) -> EndpointFactory:
         return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", credentials=credentials)
+
+
+class LanesConformance(TransportConformance):
+    """Large frames go over several connections, which the fixture ``line`` opens before the test. Other channels of a
+    test get theirs when a large frame is sent; a thread that sends it waits for them for a moment only.
+    """
+
+    can_hold = True
+    overtakes = True
+
+    @pytest.fixture(autouse=True)
+    def small_threshold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("backhaul._transport.sockets.lane_writer.LARGE_BYTES", 30_000)
+        monkeypatch.setattr("backhaul._transport.sockets.lane_writer.OPENING_SECONDS", 0.02)
+
+    @pytest.fixture
+    def line(self, make: EndpointFactory) -> Line:
+        made = join(make(), make())
+        open_lanes(made)
+        return made
+
+
+def open_lanes(line: Line, count: int = 3) -> None:
+    assert isinstance(line.near, LanedChannel)
+    assert isinstance(line.far, LanedChannel)
+    with Pollers(line.here) as here, Pollers(line.there) as there:
+        line.near.send(Frame(3, 0, b"", [bytes(40_000)]))
+        deadline = time.monotonic() + PATIENCE
+        while not line.near.lanes == line.far.lanes == count:
+            assert time.monotonic() < deadline
+        line.far.send(Frame(3, 0, b"", [bytes(40_000)]))
+        here.wait_for(frames=1)
+        there.wait_for(frames=1)
+
+
+class TestLanes(LanesConformance):
+    @pytest.fixture
+    def endpoints(self) -> EndpointFactory:
+        return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", lanes=3)
+
+
+class TestLanesOfTls(LanesConformance):
+    @pytest.fixture
+    def endpoints(self, credentials: Credentials) -> EndpointFactory:
+        where = {"unix": False, "bind": "127.0.0.1"}
+        return functools.partial(SocketEndpoint, secret=SECRET, credentials=credentials, lanes=3, **where)
+
+
+class TestLanesInShortTurns(LanesConformance):
+    @pytest.fixture
+    def endpoints(self, credentials: Credentials, short_turns: None) -> EndpointFactory:
+        where = {"unix": False, "bind": "127.0.0.1"}
+        return functools.partial(SocketEndpoint, secret=SECRET, credentials=credentials, lanes=3, **where)
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")

@@ -6,7 +6,7 @@ import collections
 import struct
 from collections.abc import Sequence
 
-from backhaul._wire.frames import CONTROL, PIECE_BYTES, PIECES, SLOTS, Frame, Slots
+from backhaul._wire.frames import CONTROL, LANES, PIECE_BYTES, PIECES, SLOTS, Frame, Lanes, Slots
 from backhaul._wire.memory import Buffer
 from backhaul.errors import ProtocolError
 
@@ -27,6 +27,8 @@ class PartialFrame:
         "_buffers",
         "_flags",
         "_kind",
+        "_lanes",
+        "_lengths",
         "_number",
         "_payload",
         "_places",
@@ -37,7 +39,15 @@ class PartialFrame:
         "missing",
     )
 
-    def __init__(self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], slots: Slots | None) -> None:
+    def __init__(
+        self,
+        kind: int,
+        number: int,
+        flags: int,
+        sizes: tuple[int, int, int],
+        slots: Slots | None,
+        lanes: Lanes | None = None,
+    ) -> None:
         count, body, payload = sizes
         table = 16 * count if flags & SLOTS else 8 * count
         self.missing = collections.deque((table, body) if count else (body,))
@@ -46,6 +56,8 @@ class PartialFrame:
         self._flags = flags
         self._payload = payload
         self._slots = slots
+        self._lanes = lanes
+        self._lengths: tuple[int, ...] = ()  # of the buffers of a head
         self._reads = TABLE if count else BODY  # what the next piece is
         self._body: Buffer = b""
         self._buffers: list[Buffer] = []
@@ -84,7 +96,10 @@ class PartialFrame:
                 raise ProtocolError(
                     f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
                 )
-            self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
+            if self._flags & LANES:
+                self._lengths = lengths
+            else:
+                self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
 
     def _resolve(self, lengths: Sequence[int]) -> list[int]:
         """Look up the buffers that are in slots; return the lengths of the others."""
@@ -98,10 +113,15 @@ class PartialFrame:
         return inline
 
     def finish(self) -> Frame | None:
-        """Return the complete frame. A control frame goes to ``slots`` instead."""
+        """Return the complete frame. Control frames and heads go to ``slots`` or ``lanes`` instead."""
         if self._flags == CONTROL:
-            assert self._slots is not None
-            self._slots.control(self._kind, self._number, bytes(self._body))
+            channel = self._slots or self._lanes
+            assert channel is not None
+            channel.control(self._kind, self._number, bytes(self._body))
+            return None
+        if self._flags & LANES:
+            assert self._lanes is not None
+            self._lanes.announce(Frame(self._kind, self._number, self._body), self._lengths)
             return None
         if self._flags & SLOTS:
             inline, slotted = iter(self._buffers), iter(self._slotted)

@@ -123,6 +123,7 @@ class OwnEndpoint:
                 limit=options.limits.frame_bytes,
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
+                lanes=options.lanes,
             )
             made.callback(self.endpoint.close)
             self.endpoint.use_tcp(listener, credentials)

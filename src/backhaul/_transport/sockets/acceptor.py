@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
@@ -38,6 +38,7 @@ class Acceptor:
         descriptors: The epoll set of the endpoint.
         secret: What peers must know.
         accepted: Called with each connection that has proven itself, after it has left the epoll set.
+        tickets: Of the lanes that channels expect.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Acceptor:
         descriptors: EpollSet,
         secret: bytes,
         accepted: Callable[[PendingConnection], None],
+        tickets: Collection[bytes] = (),
     ) -> None:
         self.secret = secret
+        self.tickets = tickets
         self.descriptors = descriptors
         self.pending: dict[int, PendingConnection] = {}
         self._credentials: Credentials | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 import ssl
 import threading
 import time
@@ -20,12 +21,17 @@ from backhaul._transport.shm.slots import Budget
 from backhaul._transport.signal_wait import SignalWait, may_spin_idly
 from backhaul._transport.sockets.acceptor import Acceptor
 from backhaul._transport.sockets.channel import SocketChannel
-from backhaul._transport.sockets.connector import Connector
+from backhaul._transport.sockets.connector import Connector, is_local
 from backhaul._transport.sockets.epoll_set import EpollSet
+from backhaul._transport.sockets.lane_agreement import MOST_LANES
+from backhaul._transport.sockets.lane_opening import LaneOpening
+from backhaul._transport.sockets.laned_channel import LanedChannel
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tcp_listener import TcpListener, listen_address
-from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
+from backhaul._transport.sockets.tls import Credentials
+from backhaul._transport.sockets.tls_channel import TlsChannel
+from backhaul._transport.sockets.tls_socket import TlsSocket
 from backhaul._transport.spin_wait import SpinLimit, SpinPolicy, new_signal
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
@@ -33,6 +39,7 @@ from backhaul._wire.memory import Recycler
 
 _MIN_SPIN_TIMEOUT_SECONDS = 0.002  # a thread that polls for no longer than this has other things to do
 _FLUSH_SECONDS = 0.001
+_AUTO_LANES = 16  # of a channel between hosts
 _LONGEST_SECONDS = 1e6  # the system takes no timeouts of more than a few weeks
 
 
@@ -56,6 +63,7 @@ class SocketEndpoint(Endpoint):
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
         credentials: What this worker proves itself with over TCP, which is then TLS. See also ``use_tcp``.
         spin: How long threads may spin, see ``Options.spin``.
+        lanes: How many connections carry large frames to a peer, see ``Options.lanes``.
     """
 
     def __init__(
@@ -69,8 +77,11 @@ class SocketEndpoint(Endpoint):
         shm_bytes: int | None = None,
         credentials: Credentials | None = None,
         spin: float | Literal["auto"] = "auto",
+        lanes: int | Literal["auto"] = "auto",
     ) -> None:
         self.limit = limit
+        self._most_lanes = lanes
+        self.tickets: dict[bytes, LanedChannel] = {}
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self._signal_wait = SignalWait(self.spin_limit)
@@ -86,7 +97,7 @@ class SocketEndpoint(Endpoint):
         self.unflushed: set[SocketChannel] = set()
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
-        self._acceptor = Acceptor(self.descriptors, secret, self._accepted)
+        self._acceptor = Acceptor(self.descriptors, secret, self._accepted, self.tickets)
         self._connector = Connector(secret)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
         self._lock = threading.Lock()  # guards the two below
@@ -241,11 +252,13 @@ class SocketEndpoint(Endpoint):
             raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed")
         sock = self._connector.connect(address, timeout)
         try:
-            channel = (
-                TlsChannel(self, TlsSocket(sock), address)
-                if isinstance(sock, ssl.SSLSocket)
-                else SocketChannel(self, sock, address)
-            )
+            channel: SocketChannel
+            if isinstance(sock, ssl.SSLSocket):
+                channel = TlsChannel(self, TlsSocket(sock), address, connects=True)
+            elif sock.family == socket.AF_UNIX:
+                channel = SocketChannel(self, sock, address)
+            else:
+                channel = LanedChannel(self, sock, address, connects=True)
             if not self._adopt(channel):
                 raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed")
             return channel
@@ -254,6 +267,13 @@ class SocketEndpoint(Endpoint):
             raise
 
     def _accepted(self, pending: PendingConnection) -> None:
+        if pending.ticket is not None:
+            expecting = self.tickets.pop(pending.ticket, None)
+            if expecting is None:  # another connection was faster with the same ticket
+                pending.sock.close()
+            else:
+                expecting.attach(pending.sock)
+            return
         channel = pending.make_channel(self)
         if not self._adopt(channel):
             channel.free()
@@ -266,6 +286,16 @@ class SocketEndpoint(Endpoint):
             self._channels[channel.descriptor] = channel
         self.descriptors.watch(channel.descriptor, None, select.EPOLLIN)
         return True
+
+    def count_lanes(self, sock: socket.socket) -> int:
+        """See ``LanesOwner``."""
+        if self._most_lanes != "auto":
+            return min(self._most_lanes, MOST_LANES)
+        return 1 if is_local(sock) else _AUTO_LANES
+
+    def open_lane(self, opening: LaneOpening) -> None:
+        """See ``LanesOwner``."""
+        opening.start(self.descriptors, self._connector.secret, self._connector.credentials)
 
     def forget(self, fd: int) -> None:
         """See ``ChannelOwner``."""

@@ -8,12 +8,16 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Collection
 from typing import Protocol, cast
 
-from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
+from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.handshake import ServerHandshake
-from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
+from backhaul._transport.sockets.laned_channel import LanedChannel, LanesOwner
+from backhaul._transport.sockets.tls import Credentials, begins_tls
+from backhaul._transport.sockets.tls_channel import TlsChannel
+from backhaul._transport.sockets.tls_socket import TlsSocket, explain
 from backhaul.errors import AuthenticationError
 
 log = logging.getLogger("backhaul")
@@ -27,6 +31,7 @@ class PendingOwner(Protocol):
 
     secret: bytes
     descriptors: EpollSet
+    tickets: Collection[bytes]
 
     def admit(self, pending: PendingConnection) -> None:
         """The connection has proven itself."""
@@ -52,14 +57,21 @@ class PendingConnection:
         self.peer = peer
         self.since = time.monotonic()
         self._owner = owner
-        self._handshake = ServerHandshake(owner.secret)
+        self._handshake = ServerHandshake(owner.secret, owner.tickets)
         self._ignored = 0  # how often bytes were discarded since the peer was refused; 0: it was not
         self._reading = threading.Lock()  # held by the thread that reads
         self._over = False  # it has become a channel, or was dropped
 
-    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+    @property
+    def ticket(self) -> bytes | None:
+        """The ticket of a lane; None: the connection becomes a channel."""
+        return self._handshake.ticket
+
+    def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
         """Make the channel that a connection becomes once it has proven itself."""
-        return SocketChannel(endpoint, self.sock, self.peer)
+        if self.sock.family == socket.AF_UNIX:
+            return SocketChannel(endpoint, self.sock, self.peer)
+        return LanedChannel(endpoint, self.sock, self.peer, connects=False)
 
     def read(self) -> None:
         """The descriptor is readable. Several threads may call this at once: the event may belong to the connection
@@ -157,9 +169,9 @@ class TlsPendingConnection(PendingConnection):
         self._secure: TlsSocket | None = None
         self._agreed = False  # the handshake of TLS is done
 
-    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+    def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
         assert self._secure is not None
-        return TlsChannel(endpoint, self._secure, self.peer)
+        return TlsChannel(endpoint, self._secure, self.peer, connects=False)
 
     def _agree(self) -> int:
         if self._agreed:
