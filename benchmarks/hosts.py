@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from links import ADDRESSES, CABLE, Slow, two_hosts
 
 WAIT_SECONDS = 300.0
@@ -98,9 +97,7 @@ def run_reference(rank: int, folder: str, work: Callable[[Call], dict[str, Any]]
     return found
 
 
-def run_backhaul(
-    rank: int, folder: str, work: Callable[[Call], dict[str, Any]], **given: Any
-) -> dict[str, Any] | None:
+def run_backhaul(rank: int, folder: str, work: Callable[[Call], dict[str, Any]], **given: Any) -> dict[str, Any] | None:
     """One of the two workers of Backhaul."""
     import backhaul as bh
 

@@ -80,7 +80,19 @@ def two_hosts(slow: Slow | None = None) -> Iterator[tuple[str, str]]:
             ip("-n", name, "link", "set", CABLE, "up")
             ip("-n", name, "link", "set", "lo", "up")
             if slow is not None:
-                ip("-n", name, "route", "replace", "10.215.0.0/24", "dev", CABLE, "src", address, "congctl", slow.control)
+                ip(
+                    "-n",
+                    name,
+                    "route",
+                    "replace",
+                    "10.215.0.0/24",
+                    "dev",
+                    CABLE,
+                    "src",
+                    address,
+                    "congctl",
+                    slow.control,
+                )
         yield names
 
 

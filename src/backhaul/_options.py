@@ -189,6 +189,9 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+MOST_LANES = 64
+"""The most lanes of a channel, see ``Options.lanes``."""
+
 CodecName = Literal["fp16", "bf16", "int8", "zstd"]
 """How the tensors of a message are compressed, see ``Codec``."""
 
@@ -320,8 +323,9 @@ class Options:
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
         _check_bytes(self, "shm_bytes")
-        if self.lanes != "auto" and (not isinstance(self.lanes, int) or self.lanes is True or not 1 <= self.lanes <= 64):
-            raise ValueError(f"lanes must be 'auto' or a number from 1 to 64, got {self.lanes!r}")
+        lanes = self.lanes
+        if lanes != "auto" and (not isinstance(lanes, int) or lanes is True or not 1 <= lanes <= MOST_LANES):
+            raise ValueError(f"lanes must be 'auto' or a number from 1 to {MOST_LANES}, got {lanes!r}")
         _check_compression(self.compression)
         if self.spin != "auto" and not (
             isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1

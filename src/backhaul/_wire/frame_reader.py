@@ -275,7 +275,7 @@ class FrameReader:
         if count == 0 and payload:
             raise ProtocolError(f"malformed frame: no buffers, but a payload of {payload} bytes")
         self._start += HEADER_BYTES
-        self._partial = PartialFrame(kind, number, flags, (count, body, payload), self._slots, self._lanes)
+        self._partial = PartialFrame(kind, number, flags, (count, body, payload), self._slots or self._lanes)
 
     def _check_flags(self, flags: int, count: int, body: int) -> None:
         if not (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Sequence
+from typing import cast
 
 from backhaul._wire.frames import CONTROL, LANES, PIECE_BYTES, PIECES, SLOTS, Frame, Lanes, Slots
 from backhaul._wire.memory import Buffer
@@ -27,26 +28,18 @@ class PartialFrame:
         "_buffers",
         "_flags",
         "_kind",
-        "_lanes",
-        "_lengths",
         "_number",
+        "_outside",
         "_payload",
         "_places",
         "_reads",
-        "_slots",
         "_slotted",
         "left",
         "missing",
     )
 
     def __init__(
-        self,
-        kind: int,
-        number: int,
-        flags: int,
-        sizes: tuple[int, int, int],
-        slots: Slots | None,
-        lanes: Lanes | None = None,
+        self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], outside: Slots | Lanes | None
     ) -> None:
         count, body, payload = sizes
         table = 16 * count if flags & SLOTS else 8 * count
@@ -55,13 +48,12 @@ class PartialFrame:
         self._number = number
         self._flags = flags
         self._payload = payload
-        self._slots = slots
-        self._lanes = lanes
-        self._lengths: tuple[int, ...] = ()  # of the buffers of a head
+        self._outside = outside  # the channel's slots or lanes, which no channel has both of
         self._reads = TABLE if count else BODY  # what the next piece is
         self._body: Buffer = b""
         self._buffers: list[Buffer] = []
-        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
+        # Of a frame with slots, whose buffers there are in ``_slotted``; or the lengths of the buffers of a head.
+        self._places: tuple[int, ...] = ()
         self.left = 0
         self._slotted: list[Buffer] = []
 
@@ -72,7 +64,7 @@ class PartialFrame:
 
     def close(self) -> None:
         """Release the slots."""
-        self._slots = None
+        self._outside = None
         self._slotted = []
 
     def add(self, piece: Buffer) -> None:
@@ -97,17 +89,17 @@ class PartialFrame:
                     f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
                 )
             if self._flags & LANES:
-                self._lengths = lengths
+                self._places = lengths
             else:
                 self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
 
     def _resolve(self, lengths: Sequence[int]) -> list[int]:
         """Look up the buffers that are in slots; return the lengths of the others."""
-        assert self._slots is not None
+        slots = cast("Slots", self._outside)
         inline = []
         for length, place in zip(lengths, self._places, strict=True):
             if place:
-                self._slotted.append(self._slots.resolve(place, length))
+                self._slotted.append(slots.resolve(place, length))
             else:
                 inline.append(length)
         return inline
@@ -115,13 +107,11 @@ class PartialFrame:
     def finish(self) -> Frame | None:
         """Return the complete frame. Control frames and heads go to ``slots`` or ``lanes`` instead."""
         if self._flags == CONTROL:
-            channel = self._slots or self._lanes
-            assert channel is not None
-            channel.control(self._kind, self._number, bytes(self._body))
+            assert self._outside is not None
+            self._outside.control(self._kind, self._number, bytes(self._body))
             return None
         if self._flags & LANES:
-            assert self._lanes is not None
-            self._lanes.announce(Frame(self._kind, self._number, self._body), self._lengths)
+            cast("Lanes", self._outside).announce(Frame(self._kind, self._number, self._body), self._places)
             return None
         if self._flags & SLOTS:
             inline, slotted = iter(self._buffers), iter(self._slotted)

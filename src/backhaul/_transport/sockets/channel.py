@@ -76,9 +76,7 @@ class SocketChannel(Channel):
         wanted: Whether another thread wants to take the channel from the thread that spins.
     """
 
-    def __init__(
-        self, endpoint: ChannelOwner, sock: socket.socket, peer: str, lanes: LaneReader | None = None
-    ) -> None:
+    def __init__(self, endpoint: ChannelOwner, sock: socket.socket, peer: str, lanes: LaneReader | None = None) -> None:
         self.peer = peer
         self.bytes_received: int = 0
         self._endpoint = endpoint

@@ -23,7 +23,6 @@ from backhaul._transport.sockets.acceptor import Acceptor
 from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.connector import Connector, is_local
 from backhaul._transport.sockets.epoll_set import EpollSet
-from backhaul._transport.sockets.lane_agreement import MOST_LANES
 from backhaul._transport.sockets.lane_opening import LaneOpening
 from backhaul._transport.sockets.laned_channel import LanedChannel
 from backhaul._transport.sockets.pending_connections import PendingConnection
@@ -290,7 +289,7 @@ class SocketEndpoint(Endpoint):
     def count_lanes(self, sock: socket.socket) -> int:
         """See ``LanesOwner``."""
         if self._most_lanes != "auto":
-            return min(self._most_lanes, MOST_LANES)
+            return self._most_lanes
         return 1 if is_local(sock) else _AUTO_LANES
 
     def open_lane(self, opening: LaneOpening) -> None:

@@ -105,7 +105,9 @@ class ServerHandshake(_Side):
                 self.ticket = ticket
                 self.done = True
                 return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce, ticket)
-        raise AuthenticationError("the other side does not know the cluster secret, or the ticket of a lane is not valid")
+        raise AuthenticationError(
+            "the other side does not know the cluster secret, or the ticket of a lane is not valid"
+        )
 
     refusal = _REFUSED + bytes(_PROOF_BYTES)
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from backhaul._options import MOST_LANES
 from backhaul._wire.frames import control_frame
 from backhaul.errors import ProtocolError
 
 INVITE, ASK, TICKETS, END = 4, 5, 6, 7  # kinds of control frames
-MOST_LANES = 64
 _SEED_BYTES = 32
 
 

@@ -42,6 +42,7 @@ OPENING_SECONDS = 1.0
 """How long the first large frame waits for lanes at most. Then it goes over the first connection."""
 
 
+# Over the limit because the lanes, the frames that wait and the thread whose turn it is change together.
 class LaneWriter:
     """Writes large frames to the lanes of one channel. Thread-safe.
 
@@ -106,9 +107,7 @@ class LaneWriter:
         count, size = len(frame.buffers), 0
         for buffer in frame.buffers:
             size += len(buffer)
-        return (
-            size > LARGE_BYTES and size >= count * _MEAN_BYTES and len(frame.body) + 8 * count < _MAX_HEAD_BYTES
-        )
+        return size > LARGE_BYTES and size >= count * _MEAN_BYTES and len(frame.body) + 8 * count < _MAX_HEAD_BYTES
 
     def send(self, frame: Frame, timeout: float | None) -> None:
         """Like ``Channel.send``, for a large frame."""

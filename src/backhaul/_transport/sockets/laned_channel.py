@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import socket
-from typing import Protocol
+from typing import Protocol, cast
 
 from backhaul._runtime import interrupts
 from backhaul._transport.base import ChannelClosedError, Event, Lost, Received
@@ -42,7 +42,6 @@ class LanesOwner(ChannelOwner, Protocol):
         """Open a connection."""
 
 
-# Over the limit because it is a SocketChannel.
 class LanedChannel(SocketChannel):
     """A channel over TCP.
 
@@ -65,7 +64,7 @@ class LanedChannel(SocketChannel):
         self._openings: list[LaneOpening] = []
 
     @property
-    def bytes_sent(self) -> int:
+    def bytes_sent(self) -> int:  # type: ignore[override]
         """How many bytes were sent."""
         return self._writer.written + (0 if self._large is None else self._large.written)
 
@@ -99,8 +98,9 @@ class LanedChannel(SocketChannel):
             self._tell(agreed.answer)
         elif agreed.tickets:
             where = self._connection.sock.getpeername()
-            self._openings = [LaneOpening(where, ticket, self._opened) for ticket in agreed.tickets]
-            for opening in self._openings:
+            openings = [LaneOpening(where, ticket, self._opened) for ticket in agreed.tickets]
+            self._openings = list(openings)  # another thread takes out those that are done
+            for opening in openings:
                 self._endpoint.open_lane(opening)
         if agreed.refused and self._large is not None:
             self._large.settle()
@@ -133,12 +133,12 @@ class LanedChannel(SocketChannel):
 
     def _read(self) -> Event | None:
         lanes = self._lanes
-        event = None
+        event: Event | None = None
         if not lanes.blocked:
             event = super()._read()
-            if not lanes.active or isinstance(event, Lost) or (event is not None and not lanes.inbox.unfinished):
+            if not lanes.active or type(event) is Lost or (event is not None and not lanes.inbox.unfinished):
                 return event
-        return self._read_lanes(event)
+        return self._read_lanes(cast("Received | None", event))
 
     def _read_lanes(self, event: Received | None) -> Event | None:
         """Add what comes over lanes to what has come over the first connection."""
