@@ -16,6 +16,8 @@ from backhaul._transport.sockets.laned_channel import LanedChannel
 from backhaul._transport.sockets.tls import Credentials
 from backhaul._wire.frames import Frame
 from backhaul.testing.transport_conformance import PATIENCE, Line, Pollers, TransportConformance, join
+from backhaul.testing.transport_conformance.losses import LossConformance
+from backhaul.testing.transport_conformance.sending import SendingConformance
 
 SECRET = b"the conformance tests' own"
 
@@ -125,27 +127,15 @@ class TestTlsInShortTurns(TransportConformance):
         return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", credentials=credentials)
 
 
-class LanesConformance(TransportConformance):
-    """Large frames go over several connections, which the fixture ``line`` opens before the test. Other channels of a
-    test get theirs when a large frame is sent; a thread that sends it waits for them for a moment only.
-    """
-
-    can_hold = True
-    overtakes = True
-
-    @pytest.fixture(autouse=True)
-    def small_threshold(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("backhaul._transport.sockets.lane_writer.LARGE_BYTES", 30_000)
-        monkeypatch.setattr("backhaul._transport.sockets.lane_writer.OPENING_SECONDS", 0.02)
-
-    @pytest.fixture
-    def line(self, make: EndpointFactory) -> Line:
-        made = join(make(), make())
-        open_lanes(made)
-        return made
+@pytest.fixture
+def large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of 30 KB go over lanes. A thread waits for them for a moment only: in most tests nobody polls its end."""
+    monkeypatch.setattr("backhaul._transport.sockets.lane_writer.LARGE_BYTES", 30_000)
+    monkeypatch.setattr("backhaul._transport.sockets.lane_writer.OPENING_SECONDS", 0.02)
 
 
-def open_lanes(line: Line, count: int = 3) -> None:
+def line_with_lanes(make: EndpointFactory, count: int = 3) -> Line:
+    line = join(make(), make())
     assert isinstance(line.near, LanedChannel)
     assert isinstance(line.far, LanedChannel)
     with Pollers(line.here) as here, Pollers(line.there) as there:
@@ -156,26 +146,36 @@ def open_lanes(line: Line, count: int = 3) -> None:
         line.far.send(Frame(3, 0, b"", [bytes(40_000)]))
         here.wait_for(frames=1)
         there.wait_for(frames=1)
+    return line
 
 
-class TestLanes(LanesConformance):
+class TestLanes(TransportConformance):
+    """Large frames go over several connections."""
+
+    can_hold = True
+    overtakes = True
+
     @pytest.fixture
-    def endpoints(self) -> EndpointFactory:
+    def endpoints(self, large_frames: None) -> EndpointFactory:
         return functools.partial(SocketEndpoint, secret=SECRET, unix=False, bind="127.0.0.1", lanes=3)
 
-
-class TestLanesOfTls(LanesConformance):
     @pytest.fixture
-    def endpoints(self, credentials: Credentials) -> EndpointFactory:
+    def line(self, make: EndpointFactory) -> Line:
+        return line_with_lanes(make)
+
+
+class TestLanesOfTlsInShortTurns(SendingConformance, LossConformance):
+    can_hold = True
+    overtakes = True
+
+    @pytest.fixture
+    def endpoints(self, large_frames: None, credentials: Credentials, short_turns: None) -> EndpointFactory:
         where = {"unix": False, "bind": "127.0.0.1"}
         return functools.partial(SocketEndpoint, secret=SECRET, credentials=credentials, lanes=3, **where)
 
-
-class TestLanesInShortTurns(LanesConformance):
     @pytest.fixture
-    def endpoints(self, credentials: Credentials, short_turns: None) -> EndpointFactory:
-        where = {"unix": False, "bind": "127.0.0.1"}
-        return functools.partial(SocketEndpoint, secret=SECRET, credentials=credentials, lanes=3, **where)
+    def line(self, make: EndpointFactory) -> Line:
+        return line_with_lanes(make)
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
