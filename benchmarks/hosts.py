@@ -106,6 +106,7 @@ def run_backhaul(rank: int, folder: str, work: Callable[[Call], dict[str, Any]],
         bind=ADDRESSES[rank],
         init_method=f"file://{folder}/store",
         timeout=WAIT_SECONDS,
+        shutdown_timeout=WAIT_SECONDS,
         security=bh.Security(secret="of the benchmark", allow_plain=not given.pop("tls")),
         **given,
     )
