@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from backhaul._transport.sockets.certificates import issue
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -74,6 +76,18 @@ def test_cartpole_actors() -> None:
     done = run("cartpole_actors.py", "--observers", "2", "--iterations", "5")
     assert done.returncode == 0, done.stderr
     assert numbers_after("average return of the last episodes", done.stdout)[0] > 10
+
+
+def test_split_learning(tmp_path: Path) -> None:
+    for role in ("lab", "bank", "shop"):
+        made = issue(b"an authority", role)
+        (tmp_path / f"{role}.pem").write_bytes(made.certificate)
+        (tmp_path / f"{role}.key").write_bytes(made.key)
+        (tmp_path / "authority.pem").write_bytes(made.authority)
+    done = run("split_learning.py", "--certificates", str(tmp_path))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "equal to the last bit: yes" in done.stdout
+    assert numbers_after("accuracy on new customers", done.stdout)[0] > 0.95
 
 
 @pytest.mark.slow

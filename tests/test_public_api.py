@@ -113,6 +113,11 @@ def test_modules_on_other_workers() -> None:
     assert shape(bh.nn.gather) == "(model, *, timeout)"
 
 
+def test_optimizers_that_their_owners_keep() -> None:
+    assert shape(bh.optim.expose) == "(optimizer, name, *, to)"
+    assert shape(bh.optim.JointOptimizer) == "(exposed, own)"
+
+
 def test_clusters_on_ray() -> None:
     assert bh.ray.__all__ == ["RayCluster", "join", "start"]
     assert shape(bh.ray.start) == (

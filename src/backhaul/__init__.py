@@ -3,100 +3,44 @@
 Workers call each other's functions with tensors; see ``init``, ``launch`` and ``cluster`` for how they start, and
 ``rpc_sync`` and ``rpc_async`` for calls. Calls are part of the autograd graph: ``loss.backward()`` runs over all
 workers. ``nn.split`` puts modules of a model on workers.
+
+The public names are listed in ``_public``. The process of the command ``backhaul`` imports them when it first uses one:
+``backhaul --help`` does not wait for torch, and ``backhaul doctor`` also runs where torch cannot be imported.
 """
 
-from backhaul import _torch_support  # noqa: F401  (first, since it checks the torch that all others use)
+import os as _os
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-# isort: split
-from backhaul import errors, nn, optim, profiler, ray
-from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
-from backhaul._autograd.failure.replay import Replay
-from backhaul._launch.embedded import cluster
-from backhaul._launch.processes import launch
-from backhaul._ops.api import remote_op
-from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
-from backhaul._recovery.api import retry_step
-from backhaul._rpc.api import (
-    get_address,
-    get_debug_info,
-    get_worker_info,
-    get_worker_infos,
-    init,
-    on_membership,
-    rpc_async,
-    rpc_sync,
-)
-from backhaul._rpc.calls.async_results import async_execution
-from backhaul._rpc.calls.retry import Retry
-from backhaul._rpc.cluster.membership_events import MembershipEvent
-from backhaul._rpc.compression import compression
-from backhaul._rpc.ending import leave, serve, shutdown
-from backhaul._rpc.futures import Future, collect_all, wait_all
-from backhaul._rpc.security.policy import expose
-from backhaul._rref.handle import RRef
-from backhaul._rref.remote import remote
-from backhaul._types import WorkerInfo
-from backhaul._worker.deadlines import cancelled, deadline, time_left
-from backhaul._worker.worker import Worker, current_worker
-from backhaul.errors import BackhaulError, CallCancelledError, CallTimeoutError, PeerLostError, RemoteError
-from backhaul.profiler.session import profile
+__version__ = "0.1.0"
 
-__version__ = "0.1.0.dev0"
 
-__all__ = [
-    "BackhaulError",
-    "CallCancelledError",
-    "CallTimeoutError",
-    "Codec",
-    "ContextHandle",
-    "Devices",
-    "Future",
-    "Limits",
-    "Liveness",
-    "MembershipEvent",
-    "Options",
-    "PeerLostError",
-    "RRef",
-    "RemoteError",
-    "Replay",
-    "Retry",
-    "Security",
-    "Tls",
-    "Worker",
-    "WorkerInfo",
-    "__version__",
-    "async_execution",
-    "backward",
-    "cancelled",
-    "cluster",
-    "collect_all",
-    "compression",
-    "context",
-    "current_worker",
-    "deadline",
-    "errors",
-    "expose",
-    "get_address",
-    "get_debug_info",
-    "get_gradients",
-    "get_worker_info",
-    "get_worker_infos",
-    "init",
-    "launch",
-    "leave",
-    "nn",
-    "on_membership",
-    "optim",
-    "profile",
-    "profiler",
-    "ray",
-    "remote",
-    "remote_op",
-    "retry_step",
-    "rpc_async",
-    "rpc_sync",
-    "serve",
-    "shutdown",
-    "time_left",
-    "wait_all",
-]
+def _is_command() -> bool:
+    """Whether this process is the command: ``backhaul ...``, ``python -m backhaul ...``, or a part of ``run``. A child
+    that multiprocessing has started is none, though it has the arguments of its parent.
+    """
+    program, given = next(iter(getattr(_sys, "argv", ())), ""), _sys.orig_argv
+    if program == "-m":  # Python is looking for the module that it shall run
+        module = given[given.index("-m") + 1] if "-m" in given else ""
+        return module == "backhaul" or module.startswith("backhaul._command.")
+    return _os.path.basename(program) == "backhaul" and program in given
+
+
+if _TYPE_CHECKING or not _is_command():
+    from backhaul._public import *  # noqa: F403
+    from backhaul._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") and name != "__all__":  # what the import system asks for
+            raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
+        this = globals().pop("__getattr__")  # the import below looks for modules of the package as attributes
+        try:
+            from backhaul import _public
+        except BaseException:
+            globals()["__getattr__"] = this
+            raise
+        globals().update({each: getattr(_public, each) for each in _public.__all__}, __all__=_public.__all__)
+        if name not in globals():
+            raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
+        return globals()[name]

@@ -234,6 +234,46 @@ def test_workers_that_come_later_or_again(hosts: list[Host], tmp_path: pathlib.P
     assert {kind for _, kind in found} == {"TlsChannel"}
 
 
+def begin_alone(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
+    """The first worker is the only one at the start, and says nothing of where it listens."""
+    if rank == 0:
+        worker = meet(0, hosts[:1], options())
+    else:
+        wait_for(folder / "begun")
+        os.environ.update(MASTER_ADDR=hosts[0].address, MASTER_PORT=str(PORT), RANK="1", WORLD_SIZE="2")
+        worker = bh.init(join=True, options=options())
+    (folder / ("ended" if rank else "begun")).touch()
+    found = train(worker) if rank else [wait_for(folder / "ended"), bh.get_address()][1]
+    bh.shutdown(graceful=False)
+    return found
+
+
+def test_workers_of_other_hosts_join_one_that_began_alone(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    first, (address, kind) = on_hosts(hosts[:2], begin_alone, tmp_path)
+    assert first.startswith(f"tcp:{hosts[0].address}:")
+    assert address.startswith(f"tcp:{hosts[1].address}:")
+    assert kind == "TlsChannel"
+
+
+def begin_alone_with(rank: int, hosts: list[Host], given: bh.Options, master: str) -> str:
+    meet(rank, hosts, given, master)
+    address = bh.get_address()
+    bh.shutdown()
+    return address
+
+
+def test_who_begins_alone_and_does_not_listen(hosts: list[Host]) -> None:
+    """No secret, a secret that is too short, no other way to the store than from this host, or a wish."""
+    for secret, given, master in (
+        (None, options(), ""),
+        ("short", options(), ""),
+        (SECRET, options(), "127.0.0.1"),
+        (SECRET, options(transport="unix"), ""),
+    ):
+        (found,) = on_hosts(hosts[:1], begin_alone_with, given, master, secret=secret)
+        assert found.startswith("unix:")
+
+
 # A cable that is pulled.
 
 LOST_SECONDS = 2.0
@@ -263,7 +303,7 @@ def drive(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
             try:
                 step()
                 break
-            except (bh.PeerLostError, bh.errors.GraphFreedError):  # the other worker may lose this one only now
+            except bh.PeerLostError:  # the other worker may lose this one only now
                 assert time.monotonic() < deadline
         (folder / "end").touch()
         bh.shutdown(graceful=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import select
@@ -310,6 +311,45 @@ def test_launch_times_out_and_names_the_workers_that_are_at_work() -> None:
 
 def wait_for_ever() -> None:
     remote.wait_at("never")
+
+
+class ArrivesLate:
+    """An argument that the second worker can read only once a file is there."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        deadline = time.monotonic() + PATIENCE
+        while os.environ.get("RANK") == "1" and not self.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def whoami_with(_: ArrivesLate) -> str:
+    return bh.get_worker_info().name
+
+
+def test_launch_names_workers_that_are_slow_to_start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second worker starts only after it was named."""
+    said = tmp_path / "said"
+    messages = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            if messages[-1] == "waits for workers to start: second":
+                said.touch()
+
+    reader = Reader()
+    logging.getLogger("backhaul").addHandler(reader)
+    monkeypatch.setattr("backhaul._launch.processes._NOTICE_SECONDS", 0.5)
+    try:
+        names = launch(whoami_with, ["first", "second"], ArrivesLate(said))
+    finally:
+        logging.getLogger("backhaul").removeHandler(reader)
+    assert names == ["first", "second"]
+    assert said.exists()
 
 
 def test_wrong_numbers_and_names_of_workers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ def through_proxy(timeout: float = 20.0) -> Iterator[Pair]:
     near, far = (describe(name, n, ends[n], options, host=name) for n, name in enumerate(("near", "far")))
     _, where = parse(ends[1].addresses[0])
     assert isinstance(where, tuple)
-    with Proxy(where) as proxy:
+    with Proxy(where) as proxy, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen: the second worker cannot go round the proxy
+        near = msgspec.structs.replace(near, addresses=(f"tcp:127.0.0.1:{nobody.getsockname()[1]}",))
         seen = msgspec.structs.replace(far, addresses=(f"tcp:127.0.0.1:{proxy.port}",))
         nodes = [start_node(near, [near, seen], ends[0], options), start_node(far, [near, far], ends[1], options)]
         try:

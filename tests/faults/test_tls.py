@@ -5,6 +5,8 @@ language.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import random
 import shutil
 import socket
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 import backhaul as bh
+from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
 from backhaul._rpc.node import Node, describe, shutdown_together, start_node
 from backhaul._transport.base import Received
 from backhaul._transport.sockets.certificates import check_strength, issue
@@ -229,7 +232,7 @@ def test_names_are_bound_to_certificates(folder: Path, caplog: pytest.LogCapture
     with workers(folder, [0, 1]):
         assert bh.rpc_sync("bob", torch.add, args=(torch.ones(1), 1)) == 2
     with workers(folder, [0, 0]) as (_, bob):  # Bob shows Alice's
-        with pytest.raises(bh.errors.AuthenticationError, match="'alice', not for 'bob'"):
+        with pytest.raises(bh.errors.AuthenticationError, match="is for 'alice'"):
             bh.rpc_sync("bob", torch.zeros, args=(1,))
         with bob, pytest.raises(bh.PeerLostError):
             bh.rpc_sync("alice", torch.zeros, args=(1,))
@@ -282,6 +285,62 @@ def test_a_launch_with_certificates_of_its_own(trusted: bool) -> None:
     options = bh.Options(transport="tcp", security=bh.Security(tls="auto", trusted=trusted))
     found = bh.launch(program, NAMES, options=options, timeout=100, start_method="forkserver")
     assert found == [("TlsChannel", ["bob"], 0), None]
+
+
+def test_untrusting_workers_with_names_accept_no_channel_without_a_certificate(folder: Path) -> None:
+    """Certificates mean nothing if a worker can also be reached by a Unix socket."""
+    files = files_of(folder, 0)
+    named = bh.Options(security=bh.Security(tls=files, trusted=False))
+    assert named.tcp_only
+    assert not bh.Options(security=bh.Security(tls=files)).tcp_only
+    plain = bh.Options(security=bh.Security(trusted=False), shutdown_timeout=5)
+    ends = [listening(Credentials(files)), SocketEndpoint(secret=SECRET)]
+    each = list(zip(NAMES, ends, (named, plain), strict=True))
+    records = [describe(name, rank, end, opts, host="here") for rank, (name, end, opts) in enumerate(each)]
+    nodes = [start_node(own, records, end, opts) for own, (_, end, opts) in zip(records, each, strict=True)]
+    try:
+        with nodes[0].worker, pytest.raises(bh.errors.AuthenticationError, match="no certificate"):
+            bh.rpc_sync("bob", "anything")
+    finally:
+        shutdown_together(nodes, graceful=False, timeout=5)
+
+
+@bh.expose(name="tls.for_carol", to=("carol",))
+def for_carol() -> str:
+    return "yes"
+
+
+def impersonate() -> dict[str, str] | None:
+    """Runs on every worker. Bob says that he is Carol, with each certificate that he can get."""
+    worker = bh.current_worker()
+    if worker.name == "carol":
+        assert bh.rpc_sync("alice", "tls.for_carol") == "yes"
+    if worker.name != "bob":
+        return None
+    secret = os.environ[SECRET_VARIABLE].encode()
+    known = [peer.record for peer in worker.part(Node).peers]
+    carol = next(record for record in known if record.name == "carol")
+    own, found = worker.options.security.tls, {}
+    for what, certificate in {"made": issue(secret, "carol"), "own": own}.items():
+        if isinstance(certificate, str):
+            continue
+        end = SocketEndpoint(secret=secret, unix=False, bind="127.0.0.1", credentials=Credentials(certificate))
+        options = dataclasses.replace(worker.options, timeout=PATIENCE)
+        with start_node(carol, known, end, options).worker:
+            try:
+                found[what] = bh.rpc_sync("alice", "tls.for_carol")
+            except bh.BackhaulError as error:
+                found[what] = type(error).__name__
+            finally:
+                bh.shutdown(graceful=False)
+    return found
+
+
+def test_no_worker_of_a_launch_can_take_the_name_of_another() -> None:
+    options = bh.Options(security=bh.Security(tls="auto", trusted=False))
+    names = ["alice", "bob", "carol"]
+    _, found, _ = bh.launch(impersonate, names, options=options, timeout=100, start_method="forkserver")
+    assert found == {"made": "AuthenticationError", "own": "PeerLostError"}
 
 
 # Certificates from the secret.

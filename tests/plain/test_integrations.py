@@ -226,6 +226,19 @@ def test_data_parallel(tmp_path: pathlib.Path, kind: str, place: str) -> None:
         torch.testing.assert_close(found[rank], expected())
 
 
+def test_a_search_for_unused_parameters_is_refused() -> None:
+    """It finds those in front of the call, and reduces them before they have gradients."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with bh.cluster(2):
+            model = DistributedDataParallel(Around(1), find_unused_parameters=True)
+            with pytest.raises(bh.errors.BackhaulError) as caught:
+                model(batch(0, 0)).sum().backward()
+            assert isinstance(caught.value.__cause__, RuntimeError)  # torch's
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_static_graph_is_refused() -> None:
     """It would reduce nothing, without an error."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

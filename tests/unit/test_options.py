@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security
+from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
 from backhaul._types import WorkerId, WorkerInfo, check_name, first_number
 
 SECRET = "hunter2 is the secret"
@@ -127,6 +127,14 @@ def test_a_unix_socket_has_no_address_to_bind() -> None:
             Options(transport="unix", **given)
 
 
+def test_a_worker_that_does_not_listen_has_no_address_to_bind() -> None:
+    for given in ({"bind": "127.0.0.1"}, {"advertise": "node7"}):
+        with pytest.raises(ValueError, match="listen"):
+            Options(listen=False, **given)
+    with pytest.raises(ValueError, match="relayed"):
+        Limits(relayed=-1)
+
+
 def test_options_are_given_by_name_and_stay() -> None:
     with pytest.raises(TypeError):
         Options(5.0)  # type: ignore[misc]
@@ -153,6 +161,12 @@ def test_the_secret_is_not_shown(secret: str | bytes) -> None:
     for shown in (repr(options), str(options), f"{options}", f"{options!r}", f"{[options]}"):
         assert "hunter2" not in shown
         assert "12.5" in shown
+
+
+def test_keys_are_not_shown() -> None:
+    tls = Tls(certificate=b"public", key=SECRET.encode(), authority="authority.pem")
+    assert "hunter2" not in repr(Security(tls=tls))
+    assert "authority.pem" in repr(tls)
 
 
 def test_all_else_is_shown() -> None:

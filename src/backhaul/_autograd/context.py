@@ -100,6 +100,12 @@ class Context(GradientTable):
         """The name of the worker and the reason, if the sender of a message is gone for good."""
         return self.orphans.get(recv.message)
 
+    def lost_send(self, message: MessageId) -> tuple[int, str, str] | None:
+        """The worker that a message was sent to, its name and a reason, if the record was dropped because that worker
+        was lost.
+        """
+        return None
+
     def know(self, worker: int) -> bool:
         """Note that a worker has this context; False if the context was released."""
         with self.lock:

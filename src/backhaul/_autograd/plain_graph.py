@@ -57,6 +57,7 @@ class PlainGraph(Context):
         self.pending = {}
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self.losses = self._losses
+        self._lost_sends: dict[int, frozenset[MessageId]] = {}  # worker -> what its last loss has dropped
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
         self._watch: Callable[[], None] = lambda: None
 
@@ -131,7 +132,9 @@ class PlainGraph(Context):
             self.aborted = {key for key in self.aborted if key[0] != worker}
         for each in passes:
             each.abandon()
-        self.drop(self.sent_to(worker))
+        messages = self.sent_to(worker)
+        self._lost_sends[worker] = frozenset(messages)
+        self.drop(messages)
 
     def abandon(self, driver: int) -> None:
         """The passes of a driver are over. Their shares stay, so that gradients that are still to come are ignored."""
@@ -145,6 +148,10 @@ class PlainGraph(Context):
         if loss is None or not isinstance(recv, PlainRecv) or recv.generation == loss[0]:
             return None
         return loss[1:]
+
+    def lost_send(self, message: MessageId) -> tuple[int, str, str] | None:
+        lost = next((worker for worker, messages in list(self._lost_sends.items()) if message in messages), None)
+        return None if lost is None else (lost, *self._losses[lost][1:])
 
     def end(self) -> set[int]:
         """The worker is closed: free everything."""

@@ -82,7 +82,12 @@ def _answer(pipe: Connection, number: int, values: list[bytes | None]) -> None:
 class PipeStore(Store):
     """The side of a worker: the part of a store that a rendezvous needs. Used by one thread, which alone uses the pipe
     meanwhile.
+
+    Attributes:
+        names_missing: The parent says which workers have not come. So no worker has to.
     """
+
+    names_missing = True
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
 import cloudpickle
 import torch
@@ -26,17 +27,24 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backhaul._launch.embedded import worker_names
 from backhaul._launch.pipe_store import PipeStore, Table
-from backhaul._options import Options
+from backhaul._options import Options, Tls
 from backhaul._rpc.api import init
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.cluster.own_endpoint import SECRET_VARIABLE
 from backhaul._rpc.ending import shutdown
 from backhaul._runtime import interrupts
+from backhaul._transport.sockets.certificates import issue
 from backhaul._wire.codec import decode, encode
 from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import WorkerFailedError, WorkersLostError
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+log = logging.getLogger("backhaul")
+
+_NOTICE_SECONDS = 5.0  # after which the parent logs which workers have not started; each further wait is twice as long
 _TERMINATE_SECONDS = 3.0  # between asking a process to end and killing it
 _SERVE_SECONDS = 1e9  # workers that are done serve the others for as long as those take; ``timeout`` may limit that
 _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -50,6 +58,26 @@ class _ProcessOutcome:
     at: float
     body: Payload | Fault
     buffers: list[bytes]
+
+
+# fmt: off
+@overload
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: list[Any],
+           kwargs: Mapping[str, Any] | None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[*Ts], T], workers: int | Sequence[str], *, args: tuple[*Ts],
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[], T], workers: int | Sequence[str], *, args: tuple[()] = ...,
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: tuple[Any, ...] = ...,
+           kwargs: Mapping[str, Any], options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+# fmt: on
 
 
 def launch(
@@ -78,7 +106,8 @@ def launch(
         workers: The number of workers (``worker0``, ``worker1``, ...), or their names.
         args: Positional arguments for all workers, a tuple or a list.
         kwargs: Keyword arguments for all workers, a dict.
-        options: The options of all workers.
+        options: The options of all workers. With ``Security(tls="auto", trusted=False)`` each worker gets a certificate
+            that proves its name, and no worker can make one.
         timeout: After this many seconds, end all processes and raise ``TimeoutError``.
         start_method: ``forkserver`` starts many workers much faster: they share one import of torch.
         torchrun_variables: Whether each process gets the environment variables that torchrun sets (``RANK``,
@@ -89,6 +118,11 @@ def launch(
     Raises:
         Exception: What ``function`` raised first, on any worker.
         WorkerFailedError: A process ended without a result.
+
+    Example:
+        >>> import operator, backhaul as bh
+        >>> bh.launch(operator.add, workers=2, args=(1, 2), start_method="forkserver")  # doctest: +SKIP
+        [3, 3]
     """
     names = worker_names(workers)
     context = mp.get_context(start_method)
@@ -106,16 +140,27 @@ def launch(
     if not torchrun_variables:
         environment.clear()
     environment[SECRET_VARIABLE] = secrets.token_hex(32)
+    # Every worker knows the secret, and could make a certificate of any name from it. So workers that do not trust each
+    # other get certificates of another authority, whose key stays here.
+    untrusted = options is not None and options.security.tls == "auto" and not options.security.trusted
+    authority = secrets.token_bytes(32) if untrusted else None
     processes = _WorkerProcesses(names)
     try:
         with _real_main_file():
             for rank, name in enumerate(names):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if torchrun_variables else {}
-                processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}))
+                tls = None if authority is None else _certificate(authority, name)
+                processes.start(context, rank, (job, name, rank, len(names), {**environment, **ranks}, tls))
         return processes.results(None if timeout is None else time.monotonic() + timeout)
     finally:
         processes.end()
         del store  # an error keeps this frame alive, and the frame must not keep the server alive
+
+
+def _certificate(authority: bytes, name: str) -> Tls:
+    """A new certificate for one worker."""
+    made = issue(authority, name)
+    return Tls(certificate=made.certificate, key=made.key, authority=made.authority)
 
 
 def _has_main_file() -> bool:
@@ -185,6 +230,7 @@ class _WorkerProcesses:
         self._processes: list[BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._table = Table()
+        self._silent = set(range(len(names)))  # the ranks of processes that have not reached ``init``
 
     def start(self, context: Any, rank: int, job: tuple[Any, ...]) -> None:
         ours, theirs = context.Pipe()
@@ -202,8 +248,18 @@ class _WorkerProcesses:
         """Wait for all results; raise the first failure as soon as there is one."""
         outcomes: dict[int, _ProcessOutcome] = {}
         dead: dict[int, float] = {}
+        pause = _NOTICE_SECONDS
+        notice = time.monotonic() + pause
         while len(outcomes) + len(dead) < len(self._names):
-            if not self._collect(outcomes, dead, deadline):
+            until = notice if self._silent and (deadline is None or notice < deadline) else deadline
+            if not self._collect(outcomes, dead, until):
+                if until is not deadline:
+                    log.warning(
+                        "waits for workers to start: %s", ", ".join(self._names[r] for r in sorted(self._silent))
+                    )
+                    pause *= 2
+                    notice = time.monotonic() + pause
+                    continue
                 missing = [n for r, n in enumerate(self._names) if r not in outcomes]
                 raise TimeoutError(f"launch timed out; still at work: {', '.join(missing)}")
             if dead or any(isinstance(outcome.body, Fault) for outcome in outcomes.values()):
@@ -224,6 +280,7 @@ class _WorkerProcesses:
             if self._pipes[rank] in ready:
                 try:
                     message = pickle.loads(self._pipes[rank].recv_bytes())
+                    self._silent.discard(rank)
                 except (EOFError, OSError):
                     dead[rank] = time.monotonic()
                     continue
@@ -293,6 +350,7 @@ def _work(  # noqa: PLR0917 (given by position)
     rank: int,
     world_size: int,
     environment: dict[str, str],
+    tls: Tls | None,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """What a worker process does."""
@@ -306,6 +364,8 @@ def _work(  # noqa: PLR0917 (given by position)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         function, args, kwargs, options = pickle.loads(job)
+        if tls is not None:
+            options = dataclasses.replace(options, security=dataclasses.replace(options.security, tls=tls))
         store = PipeStore(pipe) if options is None or options.init_method is None else None
         init(name, rank=rank, world_size=world_size, store=store, options=options)
         result = function(*args, **kwargs)

@@ -6,6 +6,7 @@ Frames are read by the threads of the pool, or by a thread that waits for someth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection
@@ -73,6 +74,7 @@ class FrameReceiver:
         self.guarded = False
         self.on_gone: Listeners[[Channel], Task | None] = Listeners()
         self.on_lost: Listeners[[Channel, str], None] = Listeners()
+        self._ended = False
         self._waiters: list[ChannelWaiter] = []  # not in use; ``attend`` takes one and puts it back
 
     def submit_to(self, submit: Callable[[Task], None]) -> None:
@@ -122,7 +124,7 @@ class FrameReceiver:
     def accept(self, event: Event) -> list[Task]:
         """Act on an event while its channel is held; return the tasks that follow."""
         if isinstance(event, Lost):
-            self.close()  # waiters that are not in use refer to channels, and these to the calls that read them last
+            self.forget_waiters()  # they refer to channels, and these to the calls that read them last
             later = self.on_gone.notify(event.channel)
             return [functools.partial(self._tell_lost, event), *(task for task in later if task is not None)]
         channel, frames, tasks = event.channel, event.frames, []
@@ -174,7 +176,10 @@ class FrameReceiver:
         """
         held = list(channels)
         deadline = None if timeout is None else self._runtime.now() + timeout
-        waiter = self._waiters.pop() if self._waiters else self._endpoint.make_waiter()
+        try:
+            waiter = self._waiters.pop()
+        except IndexError:
+            waiter = self._endpoint.make_waiter()
         in_time = True
         try:
             waiter.claim()
@@ -200,6 +205,8 @@ class FrameReceiver:
             raise
         one_shot.on_open = None
         self._waiters.append(waiter)
+        if self._ended:
+            self.forget_waiters()  # ``close`` may have come before the waiter was put back
         return in_time
 
     def recover_after_interrupt(self, error: BaseException, holder: object, *channels: Channel) -> None:
@@ -213,10 +220,16 @@ class FrameReceiver:
             if loss is not None:
                 self.see_to(loss)
 
-    def close(self) -> None:
+    def forget_waiters(self) -> None:
         """Free what ``attend`` has kept for its next use, which makes it anew."""
         while self._waiters:
-            self._waiters.pop().close()
+            with contextlib.suppress(IndexError):  # another thread took it
+                self._waiters.pop().close()
+
+    def close(self) -> None:
+        """Keep nothing from now on. Threads may still be in ``attend``."""
+        self._ended = True
+        self.forget_waiters()
 
 
 def _refuse(channel: Channel, frame: Frame) -> Task | None:
@@ -226,7 +239,8 @@ def _refuse(channel: Channel, frame: Frame) -> Task | None:
 def _close_after(channel: Channel, error: Exception) -> None:
     """Close a channel after a handler raised. The frames that came with the bad one are still handled."""
     if isinstance(error, (ProtocolError, *MALFORMED)):
-        log.warning("closing the channel to %s: %s", channel.peer, error)
+        log.warning("closing the channel to %s: %s", channel.peer, error, extra={"peer": channel.peer})
     else:
-        log.error("closing the channel to %s: a handler of its frames failed", channel.peer, exc_info=error)
+        text, fields = "closing the channel to %s: a handler of its frames failed", {"peer": channel.peer}
+        log.error(text, channel.peer, exc_info=error, extra=fields)
     channel.close()

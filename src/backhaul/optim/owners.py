@@ -74,8 +74,8 @@ def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[int]]:
     return places
 
 
-def function_call(owner: WorkerInfo, function: Callable[..., Any], *args: Any) -> OwnerCall:
-    """A call of a function on an owner."""
+def function_call(owner: WorkerInfo, function: Callable[..., Any] | str, *args: Any) -> OwnerCall:
+    """A call of a function on an owner, or of what it exposes under that name."""
     return lambda wait: (rpc_sync if wait else rpc_async)(owner, function, args)
 
 

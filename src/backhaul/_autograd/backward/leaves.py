@@ -237,12 +237,13 @@ class Leaves:
 
     def _run_nodes(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         create = self._spec.create
-        if not self._spec.into_grad:
-            self._accumulate_aside(leaves, grads)
-            return
-        if not create and self._context.id != PLAIN:
-            self._detach_grads(leaves)
-        run_accumulation(leaves, grads, create=create)
+        with reducers.explaining(leaves):
+            if not self._spec.into_grad:
+                self._accumulate_aside(leaves, grads)
+                return
+            if not create and self._context.id != PLAIN:
+                self._detach_grads(leaves)
+            run_accumulation(leaves, grads, create=create)
 
     def _detach_grads(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy each ``.grad`` that an earlier pass recorded: the engine adds to ``.grad`` in place."""

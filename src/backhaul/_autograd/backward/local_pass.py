@@ -288,6 +288,8 @@ class LocalPass:
         if outcomes:
             self._pack(outcomes, parcels)
         elif outcomes is None:
+            if (lost := self.context.lost_send(source)) is not None:
+                raise pass_errors.graph_lost(self.spec, self._worker.name, source, *lost)
             freed = source in self.context.spent
             raise pass_errors.missing_source(self._worker.name, self.context.id, source, freed=freed)
         elif self.groups.must_ask(source):
@@ -313,7 +315,7 @@ class LocalPass:
                 raise pass_errors.aborted(self.spec)
             used = claim(recvs, self.spec.retain, self._spent)
         if used is not None:
-            raise pass_errors.graph_freed(used.message)
+            raise pass_errors.graph_freed(used.message, self._messenger.name_of(used.sender))
 
     def abandon(self) -> None:
         """The pass has failed on some worker. Nobody knows which senders have freed their records, so the receiving

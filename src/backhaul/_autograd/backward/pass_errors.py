@@ -47,12 +47,36 @@ def aborted(spec: PassSpec) -> ContextError:
     )
 
 
-def graph_freed(message: MessageId) -> GraphFreedError:
-    """The error for a second pass through a graph outside contexts, on the worker that received the message."""
+def graph_freed(message: MessageId, sender: str | None) -> GraphFreedError:
+    """The error for a second pass through a graph outside contexts, on the worker that received the message.
+
+    ``sender``: the name of the worker that sent it; None: that is not known any more.
+    """
+    where = (
+        f"the worker that sent message {message}" if sender is None else f"worker '{sender}', behind message {message}"
+    )
     return GraphFreedError(
-        "trying to run backward through the graph a second time: the first pass freed the graph on the worker that "
-        f"sent message {message}; give the first pass retain_graph=True",
+        f"trying to run backward through the graph a second time: the first pass freed the graph on {where}; give the "
+        "first pass retain_graph=True",
+        worker=sender,
         message=message,
+    )
+
+
+def graph_lost(  # noqa: PLR0917 (given by position)
+    spec: PassSpec, worker: str, source: MessageId, lost: int, name: str, reason: str
+) -> PeerLostError:
+    """The error for gradients of a message that this worker cannot go back through, because it has dropped the graph
+    when it lost the worker ``lost``, to which it had sent the message. The other worker may not have noticed.
+    """
+    return PeerLostError(
+        f"worker '{worker}' had lost worker '{name}' ({reason}), and has dropped the graph behind message {source}, "
+        "which it had sent to that worker; both can be reached again, so compute the roots again",
+        worker=worker if lost == spec.driver else name,
+        reason=reason,
+        context=spec.context,
+        pass_number=spec.number,
+        messages=(source,),
     )
 
 
@@ -89,8 +113,8 @@ def missing_source(worker: str, context: int, source: MessageId, *, freed: bool)
     """The error for gradients of a message that this worker cannot go back through. ``freed``: it could before."""
     if context == PLAIN:
         return GraphFreedError(
-            f"worker '{worker}' no longer has the graph behind message {source}: an earlier pass freed it, or the two "
-            "workers had lost each other; give the earlier pass retain_graph=True, or compute the roots again",
+            f"worker '{worker}' no longer has the graph behind message {source}: an earlier pass freed it; give the "
+            "earlier pass retain_graph=True, or compute the roots again",
             worker=worker,
             context=context,
             message=source,

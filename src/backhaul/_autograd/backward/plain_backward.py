@@ -53,10 +53,10 @@ def take(  # noqa: PLR0917 (torch's signature)
     recvs = received_behind(outputs)
     if not recvs or any(seed is None for seed in seeds):
         return None
+    engine = engines.get(recvs[0].context)
     for recv in recvs:
         if recv.spent:
-            raise pass_errors.graph_freed(recv.message)
-    engine = engines.get(recvs[0].context)
+            raise pass_errors.graph_freed(recv.message, None if engine is None else engine.name_of(recv.sender))
     if engine is None or engine.worker.closed:
         raise BackhaulError(
             "the roots depend on a tensor that another worker sent, but the worker that received it was shut down; "

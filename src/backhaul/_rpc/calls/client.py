@@ -30,6 +30,7 @@ from backhaul._worker import deadlines
 from backhaul._worker.deadlines import FOREVER, CancelScope
 from backhaul._worker.worker import Worker
 from backhaul.errors import (
+    BackhaulError,
     CallCancelledError,
     CallTimeoutError,
     NotInitializedError,
@@ -266,13 +267,20 @@ class CallClient:
             else:
                 self.interceptors.discard(peer, pending.notes)
             if self._closed:
-                raise NotInitializedError(f"worker '{self.worker.name}' was shut down") from None
+                raise self._shut_down_error() from None
             raise pending.lost(str(error)) from None
         except PeerLostError:
             self.interceptors.discard(peer, pending.notes)
-            if pending.deadline <= self.worker.runtime.now():
-                raise pending.timed_out() from None
+            own_reason = self._own_reason(pending)
+            if own_reason is not None:
+                raise own_reason from None
             raise
+
+    def _own_reason(self, pending: Pending) -> BackhaulError | None:
+        """Why there is no channel for a call, if that is not the other worker's fault."""
+        if self._closed:  # a worker that ends opens no channels
+            return self._shut_down_error()
+        return pending.timed_out() if pending.deadline <= self.worker.runtime.now() else None
 
     def _send_late(self, pending: Pending, *rest: Any) -> None:
         """Send a call that an outlet may have kept for some time, unless the call has ended meanwhile."""
@@ -317,10 +325,8 @@ class CallClient:
 
     def abandon(self) -> None:
         """Complete the futures that no thread is left to complete."""
-        name = self.worker.name
+        self.paused.abandon(self._shut_down_error)
+        self.pending.abandon(self._shut_down_error)
 
-        def error() -> NotInitializedError:
-            return NotInitializedError(f"worker '{name}' was shut down", worker=name)
-
-        self.paused.abandon(error)
-        self.pending.abandon(error)
+    def _shut_down_error(self) -> NotInitializedError:
+        return NotInitializedError(f"worker '{self.worker.name}' was shut down", worker=self.worker.name)

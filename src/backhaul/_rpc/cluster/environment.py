@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 RANK_VARIABLE, SIZE_VARIABLE = "RANK", "WORLD_SIZE"
 ADDRESS_VARIABLE, PORT_VARIABLE = "MASTER_ADDR", "MASTER_PORT"
+NAME_VARIABLE = "BACKHAUL_NAME"  # the name of the worker, which only `backhaul run` sets
 JOB_INDEX_VARIABLE, JOB_PODS_VARIABLE = "BACKHAUL_JOB_INDEX", "BACKHAUL_PODS_PER_JOB"
 
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that the system gives to clients

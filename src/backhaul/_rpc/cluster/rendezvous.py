@@ -309,7 +309,8 @@ class StoreRendezvous:
             missing = self._missing(signs)
             if self.left <= 0 or missing == _GONE:
                 raise self._not_met(missing) from error
-            log.warning("waits for workers: %s; gives up after %g s (rendezvous_timeout)", missing, self._timeout)
+            level = logging.INFO if getattr(self._store, "names_missing", False) else logging.WARNING
+            log.log(level, "waits for workers: %s; gives up after %g s (rendezvous_timeout)", missing, self._timeout)
             self._noticed = True
             return False
 

@@ -15,14 +15,19 @@ from collections.abc import Callable, Collection
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
 from backhaul._transport.sockets.epoll_set import EpollSet
-from backhaul._transport.sockets.pending_connections import PendingConnection, TlsPendingConnection
+from backhaul._transport.sockets.pending_connections import (
+    PendingConnection,
+    RelayedPendingConnection,
+    TlsPendingConnection,
+)
+from backhaul._transport.sockets.relay import Relay
 from backhaul._transport.sockets.tcp_listener import TcpListener
 from backhaul._transport.sockets.tls import Credentials
 
 log = logging.getLogger("backhaul")
 
 _HANDSHAKE_SECONDS = 10.0  # until a connection must have proven itself
-_MAX_PENDING = 256
+_MAX_PENDING = 256  # of each kind, see ``_drop_late``
 _BATCH = 16  # connections accepted at once; then those that were accepted are read, before others crowd them out
 _PAUSE_SECONDS = 0.1  # before a listener that could not accept is tried again
 
@@ -37,6 +42,7 @@ class Acceptor:
     Args:
         descriptors: The epoll set of the endpoint.
         secret: What peers must know.
+        relay: What takes the legs of relayed connections.
         accepted: Called with each connection that has proven itself, after it has left the epoll set.
         tickets: Of the lanes that channels expect.
     """
@@ -45,11 +51,13 @@ class Acceptor:
         self,
         descriptors: EpollSet,
         secret: bytes,
+        relay: Relay,
         accepted: Callable[[PendingConnection], None],
         tickets: Collection[bytes] = (),
     ) -> None:
         self.secret = secret
         self.tickets = tickets
+        self.relay = relay
         self.descriptors = descriptors
         self.pending: dict[int, PendingConnection] = {}
         self._credentials: Credentials | None = None
@@ -84,11 +92,7 @@ class Acceptor:
                 sock, where = listener.accept()
                 sock.setblocking(False)
                 tune(sock)
-                pending = self._make_pending(sock, _show_peer(sock, where))
-                with self._lock:
-                    self.pending[pending.fd] = pending
-                self._drop_late()
-                self.descriptors.watch(pending.fd, pending.read, select.EPOLLIN)
+                self._await_proof(self._make_pending(sock, _show_peer(sock, where)))
         except BlockingIOError:
             pass
         except OSError as error:  # too many open descriptors, for example
@@ -98,6 +102,16 @@ class Acceptor:
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
             return
         self.descriptors.arm(listener.fileno(), select.EPOLLIN)
+
+    def take(self, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        """Accept what the other end of a relayed connection begins: TLS, whatever this worker's ports take."""
+        self._await_proof(RelayedPendingConnection(self, sock, peer, credentials))
+
+    def _await_proof(self, pending: PendingConnection) -> None:
+        with self._lock:
+            self.pending[pending.fd] = pending
+        self._drop_late()
+        self.descriptors.watch(pending.fd, pending.read, select.EPOLLIN)
 
     def _make_pending(self, sock: socket.socket, peer: str) -> PendingConnection:
         if self._credentials is None or sock.family == socket.AF_UNIX:
@@ -114,7 +128,8 @@ class Acceptor:
         return _PAUSE_SECONDS if timeout is None else min(timeout, _PAUSE_SECONDS)
 
     def _drop_late(self) -> None:
-        """Shut down connections that did not prove themselves in time, and the oldest if there are too many.
+        """Shut down connections that did not prove themselves in time, and the oldest if there are too many. Those that
+        have said nothing yet are counted apart: they do not crowd out one whose handshake has begun, and the reverse.
         Check again when the next one may be late.
         """
         with self._lock:
@@ -122,10 +137,12 @@ class Acceptor:
         if waiting:
             self._timer.start(_HANDSHAKE_SECONDS / 4)
         late = time.monotonic() - _HANDSHAKE_SECONDS
-        for index, pending in enumerate(waiting):
-            if pending.since < late or len(waiting) - index > _MAX_PENDING:
-                with contextlib.suppress(OSError):
-                    pending.sock.shutdown(socket.SHUT_RDWR)  # the thread that reads it refuses and closes it
+        for heard in (False, True):
+            alike = [pending for pending in waiting if pending.heard == heard]
+            for index, pending in enumerate(alike):
+                if pending.since < late or len(alike) - index > _MAX_PENDING:
+                    with contextlib.suppress(OSError):
+                        pending.sock.shutdown(socket.SHUT_RDWR)  # the thread that reads it refuses and closes it
 
     def admit(self, pending: PendingConnection) -> None:
         """The connection has proven itself: from here on its bytes are frames."""
@@ -134,7 +151,10 @@ class Acceptor:
                 return  # the endpoint was closed
             del self.pending[pending.fd]
         self.descriptors.forget(pending.fd)
-        self._accepted(pending)
+        if pending.leg is not None:
+            self.relay.take(pending.sock, pending.leg)
+        else:
+            self._accepted(pending)
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a connection that did not prove itself."""

@@ -50,12 +50,15 @@ class LanedChannel(SocketChannel):
         sock: The first connection.
         peer: Where the other end is.
         connects: Whether this side has opened the channel.
+        relayed: Whether it goes through a relay.
     """
 
     _endpoint: LanesOwner
 
-    def __init__(self, endpoint: LanesOwner, sock: socket.socket, peer: str, *, connects: bool) -> None:
-        count = endpoint.count_lanes(sock)
+    def __init__(
+        self, endpoint: LanesOwner, sock: socket.socket, peer: str, *, connects: bool, relayed: bool = False
+    ) -> None:
+        count = 1 if relayed else endpoint.count_lanes(sock)  # a relay joins single connections
         self._agreement = LaneAgreement(connects=connects, most=count)
         self._lanes = LaneReader(sock.fileno(), count > 1, endpoint.recycler, self._agree)
         super().__init__(endpoint, sock, peer, self._lanes)

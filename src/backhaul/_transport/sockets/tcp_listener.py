@@ -101,7 +101,7 @@ def _resolve(bind: str, host: str, towards: str | None) -> str:
         ) from error
     resolved = [numeric_host(info[4]) for info in found]
     beyond = [address for address in resolved if not is_loopback_address(address)]
-    if beyond or _is_loopback_name(host):
+    if beyond or is_loopback_name(host):
         return (beyond or resolved)[0]
     # The name of this host stands in /etc/hosts with a loopback address, as on Debian. Its user means the host.
     address = own_address(towards)
@@ -109,7 +109,7 @@ def _resolve(bind: str, host: str, towards: str | None) -> str:
     return address
 
 
-def _is_loopback_name(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
     """Whether a host was given that means loopback for everybody: an address, or a name of localhost."""
     name = host.lower().rstrip(".")
     return is_loopback_address(host) or name.startswith(("localhost", "ip6-l")) or name.endswith(".localhost")

@@ -13,10 +13,13 @@ from backhaul._transport.sockets.tls_socket import TlsSocket
 class TlsChannel(LanedChannel):
     """A channel over a TLS connection."""
 
-    def __init__(self, endpoint: LanesOwner, secure: TlsSocket, peer: str, *, connects: bool) -> None:
-        super().__init__(endpoint, cast("socket.socket", secure), peer, connects=connects)
+    def __init__(
+        self, endpoint: LanesOwner, secure: TlsSocket, peer: str, *, connects: bool, relayed: bool = False
+    ) -> None:
+        super().__init__(endpoint, cast("socket.socket", secure), peer, connects=connects, relayed=relayed)
         self._secure = secure
         self.names = secure.peer_names()
+        self.key = secure.peer_key()
 
     def _has_buffered(self) -> bool:
         return not self._lanes.blocked and self._secure.pending() > 0

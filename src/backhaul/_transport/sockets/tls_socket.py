@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import socket
 import ssl
 import threading
@@ -54,6 +55,11 @@ def _words(reason: str) -> str:
     return reason.partition("ALERT_")[2].replace("_", " ").lower() or reason.replace("_", " ").lower()
 
 
+def identify(certificate: bytes) -> str:
+    """A short name of a certificate, which no other has."""
+    return hashlib.sha256(certificate).hexdigest()
+
+
 class TlsSocket:
     """A TLS connection with the methods of a plain, non-blocking socket that channels use; see [Note: one at a time].
 
@@ -63,7 +69,8 @@ class TlsSocket:
     def __init__(self, secure: ssl.SSLSocket) -> None:
         self._secure = secure
         self._lock = threading.Lock()  # held for every call of OpenSSL
-        self.family = secure.family
+        # On a Unix socket, the process at the other end is a relay: it shares no memory with this one.
+        self.family = secure.family if secure.family != socket.AF_UNIX else socket.AF_INET
 
     def fileno(self) -> int:
         """Like ``socket.fileno``."""
@@ -78,6 +85,10 @@ class TlsSocket:
         """The worker names in the peer's certificate."""
         certificate: Any = self._secure.getpeercert() or {}
         return frozenset(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+    def peer_key(self) -> str:
+        """Identifies the peer's certificate, see ``Channel.key``."""
+        return identify(self._secure.getpeercert(binary_form=True) or b"")
 
     def getpeername(self) -> Any:
         """Like ``socket.getpeername``."""

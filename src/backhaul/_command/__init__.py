@@ -1,0 +1,1 @@
+"""The command `backhaul`: one module per subcommand, imported when it is used."""

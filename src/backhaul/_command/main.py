@@ -1,0 +1,67 @@
+"""Reads the command line and runs one subcommand. Knows the table of subcommands and none of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+import backhaul
+from backhaul._command.output import FAILED, INTERRUPTED, CommandFailure, Output
+from backhaul._command.subcommands import SUBCOMMANDS
+
+_EPILOG = """\
+exit status: 0: all is well. 1: it failed, or something is wrong. 2: the command was used wrongly.
+`backhaul NAME --help` explains a subcommand. docs/command.md shows all of them.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, with the arguments of the process if none are given. Returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    place = next((n for n, word in enumerate(words) if not word.startswith("-")), None)
+    name = "" if place is None else words[place]
+    if place is not None and name in SUBCOMMANDS:
+        words[place + 1 :] = SUBCOMMANDS[name].arrange(words[place + 1 :])
+    given = build_parser({name}).parse_args(words)
+    output = Output(json=getattr(given, "json", False))
+    try:
+        return SUBCOMMANDS[given.subcommand].load().main(given, output)
+    except CommandFailure as failure:
+        output.failure(given.subcommand, str(failure))
+        return failure.status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def build_parser(names: set[str]) -> ArgumentParser:
+    """The parser of the command, with the options of some subcommands: each takes the import of its module."""
+    parser = ArgumentParser(
+        prog="backhaul",
+        description="Distributed autograd for PyTorch: start workers, look at them, and find out what is wrong.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
+    children = parser.add_subparsers(
+        dest="subcommand", metavar="NAME", required=True, title="subcommands", parser_class=ArgumentParser
+    )
+    for name, subcommand in SUBCOMMANDS.items():
+        child = children.add_parser(
+            name,
+            help=subcommand.summary,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name in names:
+            module = subcommand.load()
+            child.description = module.__doc__
+            module.add_arguments(child)
+            if subcommand.reports:
+                child.add_argument("--json", action="store_true", default=SUPPRESS, help="print JSON, for programs")
+    return parser

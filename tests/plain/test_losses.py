@@ -1,0 +1,60 @@
+"""Passes outside contexts through graphs that are gone: the error says whether a pass or a loss is the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import backhaul as bh
+from backhaul._autograd.backward.engine import Engine
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def pass_on(to: str, x: torch.Tensor) -> torch.Tensor:
+    return bh.rpc_sync(to, double, args=(x,)) * 3  # type: ignore[no-any-return]
+
+
+def lose(worker: bh.Worker, lost: bh.Worker) -> None:
+    """One worker takes another for lost, which knows nothing of that: a link is cut and heals. See ``PlainGraph``."""
+    worker.part(Engine).container.plain.orphan(lost.info.id, lost.name, "silent for 10 s")
+
+
+@pytest.mark.parametrize(
+    ("call", "lost", "named"),
+    [
+        (lambda x: bh.rpc_sync("worker2", double, args=(x,)), 0, "worker2"),  # the other end of the driver
+        (lambda x: bh.rpc_sync("worker1", pass_on, args=("worker2", x)), 1, "worker1"),
+    ],
+    ids=["the driver", "another"],
+)
+def test_a_graph_that_is_gone_with_a_lost_worker(
+    call: Callable[[torch.Tensor], torch.Tensor], lost: int, named: str
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with bh.cluster(3) as workers:
+        y = call(x)
+        lose(workers[2], workers[lost])
+        with pytest.raises(bh.PeerLostError) as caught:
+            y.sum().backward()
+        assert (caught.value.worker, caught.value.reason) == (named, "silent for 10 s")
+        assert caught.value.message
+        call(x).sum().backward()  # the next step goes well
+        assert x.grad is not None
+
+
+def test_a_graph_that_a_pass_has_freed() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with bh.cluster(2) as workers:
+        y = bh.rpc_sync("worker1", double, args=(x,))
+        z = y.sum()
+        z.backward()
+        lose(workers[1], workers[0])  # later: it is not the reason
+        with pytest.raises(bh.errors.GraphFreedError) as caught:
+            (y * 2).sum().backward()
+        assert caught.value.worker == "worker1"
+        assert caught.value.message
