@@ -304,8 +304,9 @@ class Options:
             soon as other threads want the processor or the interpreter. So a worker without messages sleeps.
         lanes: How many connections carry large messages to a worker on another host, beside the one for all others. So
             small messages do not wait for large ones, and a packet that is lost delays only a part. 1: one connection
-            carries all. ``"auto"``: 16 between hosts, 1 inside a host; a number holds for every TCP connection. They
-            are opened for the first large message. The smaller number of both workers counts.
+            carries all. ``"auto"``: 16 between hosts (fewer if a worker with many peers may open few files), 1 inside a
+            host; a number holds for every TCP connection. They are opened for the first large message. The smaller
+            number of both workers counts.
         connect_timeout: How long a first call may take to reach its peer; at most ``liveness.lost_after`` if that is
             not 0.
         rendezvous_timeout: How long ``init`` waits for all other workers. After 5 s it logs which ranks are missing,

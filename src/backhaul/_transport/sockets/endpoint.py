@@ -7,6 +7,7 @@ prove that they know the cluster's secret before the endpoint makes a channel of
 from __future__ import annotations
 
 import contextlib
+import resource
 import select
 import socket
 import ssl
@@ -335,10 +336,15 @@ class SocketEndpoint(Endpoint):
         return True
 
     def count_lanes(self, sock: socket.socket) -> int:
-        """See ``LanesOwner``."""
+        """See ``LanesOwner``. A worker with many channels has fewer lanes, so that descriptors are left for others."""
         if self._most_lanes != "auto":
             return self._most_lanes
-        return 1 if is_local(sock) else _AUTO_LANES
+        if is_local(sock):
+            return 1
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY:
+            return _AUTO_LANES
+        return max(min(most // 4 // (len(self._channels) + 1), _AUTO_LANES), 1)
 
     def open_lane(self, opening: LaneOpening) -> None:
         """See ``LanesOwner``."""

@@ -41,7 +41,7 @@ class LaneOpening:
         self._ticket = ticket
         self._opened = opened
         self._busy = threading.Lock()  # held by the thread that goes on with it
-        self._over = False
+        self._over = True  # it has not begun, or is done
         self._step: Callable[[], int] = self._connect
 
     def start(self, descriptors: EpollSet, secret: bytes, credentials: Credentials | None) -> None:
@@ -50,7 +50,13 @@ class LaneOpening:
         self._credentials = credentials
         self._handshake = ClientHandshake(secret, self._ticket)
         family = socket.AF_INET6 if len(self._where) > 2 else socket.AF_INET
-        self._sock: socket.socket | TlsSocket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock: socket.socket | TlsSocket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # too many open descriptors, for example
+            log.warning("cannot open a further connection to %s: %s", self._where[0], error)
+            self._opened(self, None)
+            return
+        self._over = False
         self._fd = self._sock.fileno()
         self._sock.setblocking(False)
         self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, _OPENING_MILLISECONDS)
@@ -136,5 +142,5 @@ class LaneOpening:
 
     def sever(self) -> None:
         """Close this process's copy of the socket after a fork, see ``Endpoint.sever``."""
-        if (fd := self._sock.detach()) >= 0:
+        if not self._over and (fd := self._sock.detach()) >= 0:
             os.close(fd)
