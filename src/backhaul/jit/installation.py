@@ -8,6 +8,7 @@ import threading
 
 from backhaul._autograd.api import backward, context, get_gradients
 from backhaul._rpc.api import rpc_async, rpc_sync
+from backhaul._rpc.before_nodes import prepare
 from backhaul._rref.remote import remote
 from backhaul.jit import current_worker, torch_compiler
 from backhaul.jit.names import Api
@@ -32,6 +33,7 @@ NATIVE = Api(
 def install() -> None:
     """Let functions that are scripted from now on make Backhaul's calls. Importing ``backhaul.jit`` does this."""
     global _patches
+    prepare()  # the compiler looks for the functions among the attributes of ``backhaul``
     with _lock:
         if _patches is None:
             _patches = torch_compiler.Patches(
