@@ -70,7 +70,7 @@ def core_state() -> tuple[str, str]:
         return "off", f"{build.SWITCH}=0"
     try:
         path: Path = build.library_path()
-    except OSError as error:
+    except (OSError, ModuleNotFoundError) as error:
         return "missing", str(error)
     failed = path.with_suffix(".failed")
     if path.exists():

@@ -58,7 +58,12 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "demo": Subcommand("demo", "a tour of one minute: calls, gradients, a lost worker, a profile", reports=False),
     "doctor": Subcommand("doctor", "check this machine, and say how to fix what is wrong"),
     "env": Subcommand("env", "versions and settings, for a bug report"),
+    "top": Subcommand("top", "what the workers of a running cluster do, as a live table or page"),
+    "profile": Subcommand("profile", "record a running cluster, and write the report of the profile"),
+    "trace": Subcommand("trace", "record a running cluster, and write a trace for Perfetto"),
+    "graph": Subcommand("graph", "draw the distributed graph of a step of a running cluster"),
     "bench": Subcommand("bench", "compare Backhaul with torch.distributed.rpc on this machine"),
     "certs": Subcommand("certs", "make, show and check certificates for TLS"),
+    "migrate": Subcommand("migrate", "rewrite programs from torch.distributed.rpc to Backhaul"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }

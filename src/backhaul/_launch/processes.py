@@ -118,6 +118,11 @@ def launch(
     Raises:
         Exception: What ``function`` raised first, on any worker.
         WorkerFailedError: A process ended without a result.
+
+    Example:
+        >>> import operator, backhaul as bh
+        >>> bh.launch(operator.add, workers=2, args=(1, 2), start_method="forkserver")  # doctest: +SKIP
+        [3, 3]
     """
     names = worker_names(workers)
     context = mp.get_context(start_method)

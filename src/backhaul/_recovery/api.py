@@ -22,7 +22,7 @@ from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
 from backhaul._recovery.step_log import StepAction, StepLog, StepOutcome
 from backhaul._recovery.trained_state import TrainedState
-from backhaul._remote_tensors.module_gradients import driven_modules
+from backhaul._remote_tensors.driven_modules import driven_modules
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.node import Node
 from backhaul._runtime.compile_marks import graph_break

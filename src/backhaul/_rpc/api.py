@@ -171,8 +171,22 @@ def _join(
 
 @graph_break
 def get_address() -> str:
-    """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP."""
-    addresses = current_worker().endpoint.addresses
+    """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP.
+
+    Raises:
+        ValueError: The worker has no address (``Options(listen=False)``).
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     address = bh.get_address()  # pass it to bh.init("late", join=address) in another process
+        >>> isinstance(address, str)
+        True
+    """
+    worker = current_worker()
+    addresses = worker.endpoint.addresses
+    if not addresses:
+        raise ValueError(f"worker '{worker.name}' has no address: its Options say listen=False; use another member's")
     return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
 
 
@@ -365,6 +379,12 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
     Raises:
         UnknownWorkerError: There is no worker of that name.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]):
+        ...     bh.get_worker_info(), bh.get_worker_info("second").id
+        (WorkerInfo(name='first', id=0), 1)
     """
     worker = current_worker()
     return worker.info if name is None else worker.part(Node).peers.find(name).info
@@ -374,12 +394,26 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 def get_debug_info() -> dict[str, int]:
     """Counters of the current worker: its own calls that are pending, cancelled or retried; calls that it has served,
     and calls that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
-    it other workers use; contexts; backward passes that it drives.
+    it other workers use; connections between other workers that it relays; contexts; backward passes that it drives.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2), bh.context():
+        ...     bh.get_debug_info()["num_autograd_contexts"]
+        1
     """
     return {name: count() for name, count in current_worker().counters.items()}
 
 
 @graph_break
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the cluster, by id, without those that have left or are lost."""
-    return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    """All workers of the cluster, by id, without those that have left or are lost.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(3):
+        ...     [info.name for info in bh.get_worker_infos()]
+        ['worker0', 'worker1', 'worker2']
+    """
+    found = [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    return sorted(found, key=lambda info: info.id)

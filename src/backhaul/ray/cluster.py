@@ -44,6 +44,12 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         namespace: The Ray namespace of the program that started it.
         driver: The worker of this process.
         actors: The Ray actor of each other worker, by the worker's name and in the order of their ids.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.ray.start(2) as cluster:  # doctest: +SKIP
+        ...     cluster.run(abs, args=(-1,), on=["worker2"])
+        [1]
     """
 
     def __init__(self, ray: Any, name: str, driver: Worker, group: Any) -> None:

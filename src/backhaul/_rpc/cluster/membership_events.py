@@ -26,6 +26,15 @@ class MembershipEvent:
             ``leave``. ``"lost"``: its channel closed or it was silent for too long.
         worker: Which one.
         reason: An explanation for people.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     seen = []
+        ...     stop = bh.on_membership(seen.append)
+        ...     second.run(bh.leave)
+        >>> seen[0].kind, seen[0].worker.name
+        ('left', 'second')
     """
 
     kind: Literal["joined", "left", "lost"]
@@ -67,7 +76,11 @@ class MembershipEvents:
                 return  # the callbacks know already
             what = "lost"
         kind: Literal["joined", "left", "lost"] = what  # type: ignore[assignment]
-        log.info("worker '%s' has %s: %s", peer.info.name, "been lost" if what == "lost" else what, reason)
+        log.info(
+            "worker '%s' has %s: %s",
+            *(peer.info.name, "been lost" if what == "lost" else what, reason),
+            extra={"worker": self._worker.name, "peer": peer.info.name},
+        )
         if not self._callbacks:
             return
         with self._lock:
