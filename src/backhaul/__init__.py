@@ -37,11 +37,8 @@ if _TYPE_CHECKING:
     from backhaul._public import *  # noqa: F403
     from backhaul._public import __all__ as __all__
 else:
-    _PARTS = frozenset(("errors", "nn", "optim", "profiler", "ray"))
 
     def __getattr__(name: str) -> object:
-        if name in _PARTS:
-            return _importlib.import_module(f"backhaul.{name}")
         if name.startswith("_") and name != "__all__":  # what the import system asks for
             raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
         _import_all()
@@ -56,9 +53,12 @@ else:
 
 
 def _import_all() -> None:
-    """Import all parts, and make the public names attributes of this module: compiled code looks for them there."""
+    """Import all parts, and make the public names attributes of this module: compiled code looks for them there.
+
+    All threads begin with the same module, so none waits for another that waits for it.
+    """
     if "__all__" not in globals():
-        public = _importlib.import_module("backhaul._public")
+        public = _importlib.import_module("backhaul._public")  # without ``__all__`` while this thread is importing it
         globals().update({name: getattr(public, name) for name in public.__all__}, __all__=public.__all__)
 
 
