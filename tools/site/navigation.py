@@ -34,7 +34,7 @@ SECTIONS: dict[str, list[str]] = {
         "torchscript",
         "security",
     ],
-    "Reference": ["api/index", "migration", "errors", "troubleshooting", "faq", "examples/index", "glossary"],
+    "Reference": ["api/index", "migration", "errors", "troubleshooting", "faq", "typing", "examples/index", "glossary"],
     "Measured": ["benchmarks", "performance", "reliability", "versions", "reference-suites"],
     "Inside": ["architecture", "design/index", "protocol", "patches"],
     "Project": ["project/changelog", "project/contributing", "project/code-of-conduct", "project/security"],
