@@ -1,6 +1,7 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
-# Over the limit because all options are documented in this one place.
+# Over the limit because each option is described where it stands: half of the lines are docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,11 @@ class Tls:
             this cluster: everyone who holds a certificate of the authority may try to join.
         names: Whether a worker's certificate must contain the worker's name as a subject alternative name (DNS).
             Without that, any member can claim to be any other member.
+
+    Example:
+        >>> tls = Tls(certificate="worker1.pem", key="worker1.key", authority="authority.pem")
+        >>> Options(security=Security(tls=tls)).security.tls.names
+        True
     """
 
     certificate: str | Path | bytes
@@ -114,6 +120,10 @@ class Liveness:
         quiet_above: A worker with more channels than this sends heartbeats less often over channels whose peers nothing
             waits for: the time between two grows with the square of the number of channels, up to a minute. Such a peer
             may then be silent for that much longer. ``inf``: every channel gets one each ``heartbeat_interval``.
+
+    Example:
+        >>> Options(liveness=Liveness(suspect_after=5.0, lost_after=60.0)).liveness.lost_after
+        60.0
     """
 
     heartbeat_interval: float = 0.5
@@ -151,6 +161,10 @@ class Devices:
         slot_bytes: The most memory of each device that this worker uses to pass tensors to other workers of its host.
             A tensor that does not fit is copied through host memory. 0 switches this off. Default: an eighth of the
             device's memory.
+
+    Example:
+        >>> Options(devices=Devices(maps={"worker1": {"cuda:0": "cuda:1"}})).devices.placement
+        'auto'
     """
 
     maps: DeviceMaps | None = None
@@ -186,6 +200,11 @@ class Limits:
             is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
+        relayed: How many connections of workers that do not listen this worker relays, for all of them together.
+
+    Example:
+        >>> Options(limits=Limits(calls=64)).limits.calls
+        64
     """
 
     frame_bytes: int = 8 << 30
@@ -195,8 +214,11 @@ class Limits:
     calls: int | None = None
     bytes_in_flight: int | None = None
     contexts: int | None = None
+    relayed: int = 256
 
     def __post_init__(self) -> None:
+        if self.relayed < 0:
+            raise ValueError(f"relayed must not be negative, got {self.relayed}")
         if self.frame_bytes < 1 << 16:
             raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
         if not 1 <= self.depth <= 256:
@@ -264,6 +286,8 @@ class Options:
             required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
+        listen: Whether workers of other hosts may connect to this one. If not (NAT, firewalls) it opens all connections
+            itself, and two such workers reach each other through a member that listens.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
@@ -308,6 +332,7 @@ class Options:
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
     advertise: str | None = None
+    listen: bool = True
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
@@ -341,6 +366,8 @@ class Options:
             raise ValueError("dashboard needs security.monitors=True where trusted=False: its page shows all workers")
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
+        if not self.listen and (self.bind, self.advertise) != (None, None):
+            raise ValueError("bind and advertise say where a worker listens, but listen is False")
         _check_bytes(self, "shm_bytes")
         _check_compression(self.compression)
         if self.spin != "auto" and not (

@@ -59,6 +59,12 @@ class WorkerInfo:
     Attributes:
         name: The unique name, as given to ``init``.
         id: The unique number. It is the rank, if the workers have ranks.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]):
+        ...     bh.get_worker_info("second")
+        WorkerInfo(name='second', id=1)
     """
 
     name: str

@@ -18,6 +18,14 @@ class BackhaulError(RuntimeError):
 
     Attributes:
         worker: The name of the worker that the error is about, if there is one.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.rpc_sync("nobody", abs, args=(-1,))
+        ... except bh.BackhaulError as error:
+        ...     type(error).__name__
+        'NotInitializedError'
     """
 
     worker: str | None
@@ -28,11 +36,30 @@ class BackhaulError(RuntimeError):
 
 
 class NotInitializedError(BackhaulError):
-    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first."""
+    """Raised if there is no current worker, or if it was shut down. Call ``init`` or open a ``cluster`` first.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.get_worker_info()
+        ... except bh.errors.NotInitializedError:
+        ...     print("call bh.init, or open a bh.cluster")
+        call bh.init, or open a bh.cluster
+    """
 
 
 class UnknownWorkerError(BackhaulError, LookupError):
-    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined."""
+    """Raised if no worker of that name or id is in the cluster. Check the name, or wait until the worker has joined.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]):
+        ...     try:
+        ...         bh.rpc_sync("third", abs, args=(-1,))
+        ...     except bh.errors.UnknownWorkerError as error:
+        ...         error.worker
+        'third'
+    """
 
 
 class CallTimeoutError(BackhaulError, TimeoutError):
@@ -46,6 +73,18 @@ class CallTimeoutError(BackhaulError, TimeoutError):
         timeout: The timeout in seconds.
         cut_by: What set the deadline, if it was not the call's own timeout: the label of the outer call, or
             ``bh.deadline``.
+
+    Example:
+        >>> import backhaul as bh
+        >>> def wait_until_cancelled():
+        ...     while not bh.cancelled():
+        ...         ...
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", wait_until_cancelled, timeout=0.1)
+        ...     except bh.CallTimeoutError as error:
+        ...         error.worker, error.timeout
+        ('worker1', 0.1)
     """
 
     def __init__(
@@ -70,6 +109,16 @@ class CallCancelledError(BackhaulError, CancelledError):
 
     Attributes:
         function: The label of the called function, if it was a call.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     future = bh.rpc_async("worker1", pow, args=(2, 3))
+        ...     if future.cancel():
+        ...         try:
+        ...             future.wait()
+        ...         except bh.CallCancelledError as error:
+        ...             assert error.worker == "worker1"
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -89,6 +138,16 @@ class PeerLostError(BackhaulError, ConnectionError):
         context: The id of the context, if a backward pass was under way.
         pass_number: The number of that pass, as its driver counts.
         messages: The ids of the messages whose gradients that worker had to send or to get.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     second.run(functools.partial(bh.shutdown, graceful=False))  # as if it had died
+        ...     try:
+        ...         bh.rpc_sync("second", abs, args=(-1,))
+        ...     except bh.PeerLostError as error:
+        ...         error.worker
+        'second'
     """
 
     def __init__(
@@ -119,6 +178,13 @@ class AuthenticationError(BackhaulError, ConnectionError):
     """Raised if one side of a new connection could not prove its identity with the secret or with a certificate.
 
     Give all workers the same secret, or certificates of the same authority.
+
+    Example:
+        >>> import backhaul as bh
+        >>> try:
+        ...     bh.init("late", join="tcp://host1:7000")  # doctest: +SKIP
+        ... except bh.errors.AuthenticationError:
+        ...     print("BACKHAUL_SECRET differs from that of the cluster")
     """
 
 
@@ -126,6 +192,11 @@ class ProtocolError(BackhaulError):
     """Raised if a peer sent bytes that the protocol does not allow. The channel to that peer is closed.
 
     Install the same version of Backhaul on all workers. If the versions are equal, report it as a bug.
+
+    Example:
+        >>> import backhaul as bh
+        >>> issubclass(bh.errors.ProtocolError, bh.BackhaulError)
+        True
     """
 
 
@@ -137,6 +208,15 @@ class FrameTooLargeError(BackhaulError):
     Attributes:
         nbytes: The size of the message.
         limit: The limit that it exceeds.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2, options=bh.Options(limits=bh.Limits(frame_bytes=1 << 16))):
+        ...     try:
+        ...         bh.rpc_sync("worker1", torch.sum, args=(torch.ones(1 << 16),))
+        ...     except bh.errors.FrameTooLargeError as error:
+        ...         error.limit
+        65536
     """
 
     def __init__(
@@ -156,6 +236,16 @@ class LimitError(BackhaulError):
         limit: What is limited, as text.
         option: The option of ``worker`` that sets the limit.
         value: The limit.
+
+    Example:
+        >>> import backhaul as bh
+        >>> options = bh.Options(security=bh.Security(trusted=False), limits=bh.Limits(values=5000))
+        >>> with bh.cluster(2, options=options):
+        ...     try:
+        ...         bh.rpc_sync("worker1", "f", args=(list(range(10_000)),))
+        ...     except bh.errors.LimitError as error:
+        ...         error.option
+        'limits.values'
     """
 
     def __init__(
@@ -181,6 +271,15 @@ class PermissionDeniedError(BackhaulError, PermissionError):
     Attributes:
         function: The name of the function.
         caller: The name of the calling worker.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2, options=bh.Options(security=bh.Security(trusted=False))):
+        ...     try:
+        ...         bh.rpc_sync("worker1", abs, args=(-1,))
+        ...     except bh.errors.PermissionDeniedError as error:
+        ...         error.caller, error.worker
+        ('worker0', 'worker1')
     """
 
     def __init__(
@@ -199,6 +298,15 @@ class SerializationError(BackhaulError, TypeError):
     Attributes:
         path: The path to the object, for example ``args[1]['lock']``.
         device: The device of a tensor for which the receiver has no device; see the option ``device_maps``.
+
+    Example:
+        >>> import threading, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", print, args=(threading.Lock(),))
+        ...     except bh.errors.SerializationError as error:
+        ...         error.path
+        'args[0]'
     """
 
     def __init__(
@@ -216,6 +324,15 @@ class FunctionNotFoundError(BackhaulError, AttributeError):
 
     Attributes:
         function: The ``module:qualname`` that the worker did not find.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", "a name that nobody has exposed")
+        ...     except bh.errors.FunctionNotFoundError as error:
+        ...         error.worker
+        'worker1'
     """
 
     def __init__(self, message: str, *, worker: str | None = None, function: str | None = None) -> None:
@@ -231,6 +348,19 @@ class RemoteError(BackhaulError):
 
     Attributes:
         type_name: The ``module.qualname`` of the original exception.
+
+    Example:
+        >>> import threading, backhaul as bh
+        >>> def fail():
+        ...     error = ValueError("no")
+        ...     error.lock = threading.Lock()  # cannot travel
+        ...     raise error
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", fail)
+        ...     except bh.RemoteError as error:
+        ...         print(error)
+        builtins.ValueError: no
     """
 
     def __init__(self, message: str, *, worker: str | None = None, type_name: str | None = None) -> None:
@@ -242,6 +372,15 @@ class RendezvousError(BackhaulError):
     """Raised if the workers of a cluster did not find each other in time, or if two use the same name or id.
 
     Start all workers with the same address and number of workers, and give each its own name.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> options = bh.Options(rendezvous_timeout=0.1)
+        >>> try:
+        ...     bh.init("first", rank=0, world_size=2, store=torch.distributed.HashStore(), options=options)
+        ... except bh.errors.RendezvousError:
+        ...     print("rank 1 has not started")
+        rank 1 has not started
     """
 
 
@@ -252,6 +391,15 @@ class ShutdownTimeoutError(BackhaulError, TimeoutError):
 
     Attributes:
         waiting_for: The names of the workers that were not done.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     try:
+        ...         first.run(functools.partial(bh.shutdown, timeout=0.1))
+        ...     except bh.errors.ShutdownTimeoutError as error:
+        ...         error.waiting_for
+        ('second',)
     """
 
     def __init__(self, message: str, *, worker: str | None = None, waiting_for: tuple[str, ...] = ()) -> None:
@@ -266,6 +414,18 @@ class WorkersLostError(BackhaulError):
 
     Attributes:
         reasons: By name, why each worker was lost.
+
+    Example:
+        >>> import functools, backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     bh.rpc_sync("second", abs, args=(-1,))
+        ...     second.run(functools.partial(bh.shutdown, graceful=False))  # as if it had died
+        ...     try:
+        ...         first.run(bh.serve)
+        ...     except bh.errors.WorkersLostError as error:
+        ...         list(error.reasons)
+        1
+        ['second']
     """
 
     def __init__(self, message: str, *, worker: str | None = None, reasons: dict[str, str] | None = None) -> None:
@@ -277,6 +437,14 @@ class LeakError(BackhaulError):
     """Raised if a worker was shut down while other workers still had references (``RRef``) to its values.
 
     Drop the references before the shutdown.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> try:
+        ...     bh.shutdown(ignore_rref_leak=False)
+        ... except bh.errors.LeakError:
+        ...     print("other workers still refer to values of this one")
     """
 
 
@@ -286,6 +454,14 @@ class WorkerFailedError(BackhaulError):
 
     Attributes:
         exitcode: The exit code of the process, if it is known. Negative: the signal that ended it.
+
+    Example:
+        >>> import os, backhaul as bh
+        >>> try:
+        ...     bh.launch(os._exit, workers=2, args=(3,))  # doctest: +SKIP
+        ... except bh.errors.WorkerFailedError as error:
+        ...     error.exitcode
+        3
     """
 
     def __init__(self, message: str, *, worker: str | None = None, exitcode: int | None = None) -> None:
@@ -301,6 +477,12 @@ class UnsupportedTorchError(BackhaulError, ImportError):
     Attributes:
         torch_version: The installed version.
         missing: The names that it lacks.
+
+    Example:
+        >>> try:
+        ...     import backhaul
+        ... except ImportError as error:  # its subclass cannot be imported before
+        ...     print(error.missing)
     """
 
     def __init__(
@@ -324,6 +506,15 @@ class RemoteTraceback(Exception):
     Attributes:
         worker: The name of the worker that raised the exception.
         text: The formatted traceback.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     try:
+        ...         bh.rpc_sync("worker1", divmod, args=(1, 0))
+        ...     except ZeroDivisionError as error:
+        ...         error.__cause__.worker
+        'worker1'
     """
 
     def __init__(self, worker: str, text: str) -> None:
@@ -341,6 +532,16 @@ class ContextError(BackhaulError):
     Attributes:
         context: The id of the context.
         message: The id of the message that the error is about, if there is one.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2), bh.context():
+        ...     try:
+        ...         with bh.context():
+        ...             ...
+        ...     except bh.errors.ContextError:
+        ...         print("contexts do not nest")
+        contexts do not nest
     """
 
     def __init__(
@@ -355,6 +556,17 @@ class UnknownContextError(ContextError, LookupError):
     """Raised if a context was released, or if this worker never took part in it.
 
     Read gradients and call ``ctx.backward`` inside the ``with bh.context()`` block.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     with bh.context() as ctx:
+        ...         pass
+        ...     try:
+        ...         bh.get_gradients(ctx)
+        ...     except bh.errors.UnknownContextError as error:
+        ...         error.context == ctx
+        True
     """
 
 
@@ -367,6 +579,19 @@ class ForeignGraphError(ContextError):
         origin: The id of the context in which the tensor was received; None: outside any context.
         sender: The name of the worker that sent the tensor.
         root: The index of the root that depends on the tensor, if one does.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2):
+        ...     with bh.context():
+        ...         y = bh.rpc_sync("worker1", torch.mul, args=(x, 3))
+        ...     with bh.context() as ctx:
+        ...         try:
+        ...             ctx.backward(y.sum())
+        ...         except bh.errors.ForeignGraphError as error:
+        ...             error.sender
+        'worker1'
     """
 
     def __init__(
@@ -390,6 +615,18 @@ class GraphFreedError(ContextError):
     """Raised if a backward pass reaches a graph that an earlier pass has freed.
 
     Call the earlier ``backward`` with ``retain_graph=True``.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2):
+        ...     loss = bh.rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+        ...     loss.backward()
+        ...     try:
+        ...         loss.backward()
+        ...     except RuntimeError as error:  # as in one process
+        ...         print("a second pass needs retain_graph=True in the first")
+        a second pass needs retain_graph=True in the first
     """
 
 
@@ -399,6 +636,17 @@ class BackwardTimeoutError(ContextError, TimeoutError):
     Attributes:
         outstanding: The messages that were under way, each with the name of the worker that had it.
         cut_by: See ``CallTimeoutError``.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2), bh.context() as ctx:
+        ...     y = bh.rpc_sync("worker1", torch.mul, args=(x, 3))
+        ...     try:
+        ...         ctx.backward(y.sum(), timeout=1e-6)
+        ...     except bh.errors.BackwardTimeoutError:
+        ...         print("it takes longer than a microsecond")
+        it takes longer than a microsecond
     """
 
     def __init__(

@@ -27,7 +27,16 @@ Accumulate = Literal["context", "grad"]
 
 
 class ContextHandle(int):
-    """A context as users hold it. It is an ``int``, the id of the context, and can be used wherever an id is wanted."""
+    """A context as users hold it. It is an ``int``, the id of the context, and can be used wherever an id is wanted.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with bh.cluster(2), bh.context() as ctx:
+        ...     ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(w, 3)).sum())
+        ...     ctx.grads[w]
+        tensor([3., 3.])
+    """
 
     @property
     def id(self) -> int:

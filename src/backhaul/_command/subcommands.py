@@ -64,5 +64,6 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "graph": Subcommand("graph", "draw the distributed graph of a step of a running cluster"),
     "bench": Subcommand("bench", "compare Backhaul with torch.distributed.rpc on this machine"),
     "certs": Subcommand("certs", "make, show and check certificates for TLS"),
+    "migrate": Subcommand("migrate", "rewrite programs from torch.distributed.rpc to Backhaul"),
     "completion": Subcommand("completion", "print the completion script of a shell", reports=False),
 }

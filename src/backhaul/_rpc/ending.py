@@ -61,6 +61,13 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None, ignore_rref
         ShutdownTimeoutError: Other workers were not ready in time. This worker is closed in any case.
         WorkersLostError: The worker that was to say when all are done was lost meanwhile, so it is unknown whether the
             work was finished. Other lost workers are named in the log only; see ``serve``.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> worker = bh.init("alone", rank=0, world_size=1, store=torch.distributed.HashStore())
+        >>> bh.shutdown()
+        >>> worker.closed
+        True
     """
     try:
         worker = current_worker()

@@ -92,6 +92,13 @@ class Worker:
         context: The context variables of this worker's tasks. Run code in copies of it only.
         on_close: Listeners that are called when the worker is closed. The listener that was registered last is called
             first, so that layers end from the top.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     with second:
+        ...         bh.current_worker().name
+        'second'
     """
 
     def __init__(
@@ -233,6 +240,12 @@ def current_worker() -> Worker:
 
     Raises:
         NotInitializedError: There is none, or several and none is current.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]):
+        ...     bh.current_worker().name
+        'first'
     """
     if interrupts.deferred is not None:
         interrupts.check_at_entry()

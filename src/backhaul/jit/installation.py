@@ -30,7 +30,12 @@ NATIVE = Api(
 
 
 def install() -> None:
-    """Let functions that are scripted from now on make Backhaul's calls. Importing ``backhaul.jit`` does this."""
+    """Let functions that are scripted from now on make Backhaul's calls. Importing ``backhaul.jit`` does this.
+
+    Example:
+        >>> import backhaul.jit  # installs
+        >>> backhaul.jit.install()  # does nothing a second time
+    """
     global _patches
     with _lock:
         if _patches is None:
@@ -46,7 +51,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's compiler. Functions that were scripted before still work."""
+    """Restore torch's compiler. Functions that were scripted before still work.
+
+    Example:
+        >>> import backhaul.jit
+        >>> backhaul.jit.uninstall()
+        >>> backhaul.jit.install()
+    """
     global _patches
     with _lock:
         if _patches is not None:

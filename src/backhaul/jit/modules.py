@@ -59,6 +59,14 @@ def remote_module(module: RRef[Any], interface: type) -> torch.nn.Module:
 
     Raises:
         TypeError: ``interface`` is not a ``torch.jit.interface``.
+
+    Example:
+        >>> import torch, backhaul as bh, backhaul.jit
+        >>> from layers import Layer, LayerInterface  # doctest: +SKIP
+        >>> with bh.cluster(2):  # doctest: +SKIP
+        ...     layer = bh.remote("worker1", Layer)  # it returns torch.jit.script(...)
+        ...     torch.jit.script(bh.jit.remote_module(layer, LayerInterface))(torch.ones(2))
+        tensor([3., 3.])
     """
     if not torch_compiler.is_interface(interface):
         raise TypeError(f"{interface!r} is not a torch.jit.interface: decorate the class with @torch.jit.interface")

@@ -81,6 +81,18 @@ def clip_grad_value_(
         context_id: The context that holds the gradients. None: the gradients are in ``.grad``.
         params_rref: References to the parameters, or the optimizer of these parameters, which is faster.
         clip_value: The largest absolute value allowed.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2):
+        ...     weight = bh.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        ...     with bh.context() as ctx:
+        ...         bh.backward(ctx, [5 * weight.rpc_sync().sum()])
+        ...         bh.optim.clip_grad_value_(ctx, [weight], 0.5)
+        ...         optimizer = bh.optim.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        ...         optimizer.step(ctx)
+        ...     weight.to_here().detach()
+        tensor([0.5000, 0.5000])
     """
     answers = _owners(params_rref).ask("clipping gradients", gradients.clamp, context_id, float(clip_value))
     check_context(context_id, [answer for _, answer in answers])

@@ -50,7 +50,11 @@ def expose(optimizer: torch.optim.Optimizer, name: str, *, to: Sequence[str] = (
         to: Patterns of the names of workers that may step it, as of ``bh.expose``. Default: all.
 
     Example:
-        See ``JointOptimizer``.
+        The other half is in the example of ``JointOptimizer``.
+
+        >>> import torch, backhaul as bh
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> bh.optim.expose(torch.optim.SGD([weight], lr=0.1), "steps of the weight", to=["trainer"])
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"only an optimizer of torch.optim can be exposed here, not a {type(optimizer).__name__}")

@@ -152,7 +152,16 @@ class PathSegment(msgspec.Struct):
 
 
 class Timeline(msgspec.Struct):
-    """The complete result of a profile. ``path`` is the critical path of the profiled thread."""
+    """The complete result of a profile. ``path`` is the critical path of the profiled thread.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2):
+        ...     with bh.profile() as prof:
+        ...         _ = bh.rpc_sync("worker1", abs, args=(-1,))
+        >>> [call.name for call in prof.timeline.calls]
+        ['rpc_sync#abs(worker0 -> worker1)']
+    """
 
     owner: int
     end: int

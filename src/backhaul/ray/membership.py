@@ -58,6 +58,12 @@ def join(cluster: str, name: str, *, namespace: str | None = None) -> Worker:
     Raises:
         ValueError: There is no such cluster.
         RendezvousError: The name is taken, or no member can be reached.
+
+    Example:
+        >>> import backhaul as bh
+        >>> worker = bh.ray.join("the name of a cluster", "evaluator")  # doctest: +SKIP
+        >>> bh.rpc_sync("worker1", abs, args=(-1,))  # doctest: +SKIP
+        1
     """
     ray = connected_ray()
     join_members(ray, find_directory(ray, cluster, namespace), name, None)

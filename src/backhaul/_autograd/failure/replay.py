@@ -49,6 +49,14 @@ class Replay:
             again. It must bring that worker's state (modules, tables) to what it was when the context was entered.
         timeout: Seconds to wait for that worker after the loss is noticed. A call or a pass that waits for the worker
             still gives up when its own timeout, or the deadline around it, has passed.
+
+    Example:
+        >>> import torch, backhaul as bh
+        >>> with bh.cluster(2), bh.context(replay=bh.Replay(timeout=30)) as ctx:
+        ...     w = torch.ones(2, requires_grad=True)
+        ...     ctx.backward(bh.rpc_sync("worker1", torch.mul, args=(w, 3)).sum())
+        ...     ctx.grads[w]
+        tensor([3., 3.])
     """
 
     restore: Callable[[], Any] | None = None

@@ -74,11 +74,12 @@ class Enrollment:
         certificates = self._peers.connections.certificates
         answer: WorkerRecord | Welcome | Refuse = Refuse("the leader failed to answer", later=True)
         try:
-            answer = (
-                self._consider(record)
-                if certificates.allow(channel, record.name)
-                else Refuse(certificates.mismatch(channel, record.name))
-            )
+            if not certificates.allow(channel, record.name):
+                answer = Refuse(certificates.mismatch(channel, record.name))
+            elif not certificates.holds_key(channel, record):
+                answer = Refuse(f"the certificate is not that of worker '{record.name}'")
+            else:
+                answer = self._consider(record)
         finally:
             with self._lock:
                 self._asking.discard(channel)

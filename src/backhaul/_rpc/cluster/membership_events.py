@@ -26,6 +26,15 @@ class MembershipEvent:
             ``leave``. ``"lost"``: its channel closed or it was silent for too long.
         worker: Which one.
         reason: An explanation for people.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["first", "second"]) as (first, second):
+        ...     seen = []
+        ...     stop = bh.on_membership(seen.append)
+        ...     second.run(bh.leave)
+        >>> seen[0].kind, seen[0].worker.name
+        ('left', 'second')
     """
 
     kind: Literal["joined", "left", "lost"]

@@ -1,0 +1,1 @@
+"""Rewrites programs from ``torch.distributed.rpc`` to Backhaul: ``backhaul migrate``."""
