@@ -63,7 +63,13 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
 
 
 def uninstrument() -> None:
-    """Undo ``instrument`` for workers that start from now on."""
+    """Undo ``instrument`` for workers that start from now on.
+
+    Example:
+        >>> import backhaul.otel
+        >>> backhaul.otel.instrument()
+        >>> backhaul.otel.uninstrument()
+    """
     for extend in _installed:
         extensions.remove(extend)
     _installed.clear()
