@@ -22,6 +22,7 @@ SECTIONS: dict[str, list[str]] = {
         "nn",
         "optim",
         "profiling",
+        "monitoring",
         "clusters",
         "failures",
         "recovery",
