@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do if $(call new_enough,$$py
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env native ray run test matrix explore test-cuda races lint types browser launchers bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle docs format clean
+.PHONY: help env native ray run test matrix explore test-cuda races lint types browser launchers networks bench bench-cuda memory hostile reference sim kills fuzz sanitize soak oracle dist docs format clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -55,7 +55,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-
 WITHOUT_CORE := tests/unit/wire tests/native tests/rref tests/cluster/test_calls.py tests/autograd/test_contexts.py \
 	tests/autograd/test_kinds.py tests/plain/test_features.py
 test: export PYTHONDONTWRITEBYTECODE :=
-test: lint types browser launchers ray ## Check everything: lint, types, tests; ARGS go to pytest
+test: lint types browser launchers networks ray ## Check everything: lint, types, tests; ARGS go to pytest
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,BACKHAUL_NATIVE=0 $(PYTEST) -q $(WITHOUT_CORE))
 
@@ -105,6 +105,16 @@ launchers: ## Install Open MPI, MPICH and Slurm for the tests of launchers, wher
 	fi; \
 	echo "Open MPI, MPICH or Slurm is missing: the tests that need it are skipped."
 
+networks: ## Install iproute2 and iptables for the tests on several hosts, where apt-get can
+	@command -v ip >/dev/null && command -v iptables >/dev/null && exit 0; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "Installing iproute2 and iptables for the tests on several hosts."; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 300 apt-get -qq update >/dev/null 2>&1; \
+		timeout 600 apt-get -qq install -y --no-install-recommends iproute2 iptables >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "There is no iproute2, or no iptables: the tests that need it are skipped."
+
 bench: env ## Measure programs and calls side by side with torch.distributed; ARGS such as --quick, --rows RNN,echo, --regress
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
@@ -144,6 +154,12 @@ soak: env ## Mixed traffic with a kill every few seconds, and what it costs over
 
 oracle: env ## Compare random programs with plain autograd; ARGS such as --programs 3000 --order 2 --processes --threads 4
 	@$(BIN)/python -u -m tools.oracle $(ARGS)
+
+# The metadata gets its URLs, and the README absolute links, from REPOSITORY; see [tool.backhaul] in pyproject.toml.
+dist: export BACKHAUL_REPOSITORY := $(REPOSITORY)
+dist: env ## Build sdist, wheel and SBOM into dist, and check them; REPOSITORY=<address>; ARGS such as --tag v0.1.0
+	@rm -rf dist
+	@$(BIN)/python -m tools.release $(ARGS)
 
 docs: env ## Build the documentation site into build/site/html; warnings and links to nowhere are errors
 	@$(BIN)/python -m tools.site

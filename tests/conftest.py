@@ -35,6 +35,8 @@ LONG = (
     "tests/cluster/test_interrupts.py",
     "tests/sim/test_simulation.py",
     "tests/profiler/test_report_browser.py",
+    "tests/command/test_doctor.py",
+    "tests/command/test_run.py",
     "tests/cluster/test_processes.py",
     "tests/cluster/test_notebooks.py",
     "tests/cluster/test_lifecycle.py",

@@ -9,7 +9,6 @@ import io
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +20,7 @@ import pytest
 
 from backhaul import errors
 from backhaul._autograd.messages import AutogradKind
+from backhaul._monitoring.status import MonitoringKind
 from backhaul._rref.notices import RRefKind
 from backhaul._wire.messages import Kind
 from backhaul.errors import BackhaulError
@@ -93,12 +93,12 @@ def run_script(rank: int, script: str) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="the commands need openssl, and there is none")
 @pytest.mark.parametrize("code", of_language("sh"))
 def test_commands_run(code: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    """``backhaul`` is that of this environment."""
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -158,7 +158,7 @@ def test_the_protocol_lists_every_kind_of_message() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
     rows = page.partition("## Messages")[2].partition("\n\n**")[0]  # the first table
     listed = {int(number): name for number, name in re.findall(r"^\| (\d+) \| (\w+) \|", rows, re.MULTILINE)}
-    kinds = {kind.value: kind.name.lower() for kind in (*Kind, *AutogradKind, *RRefKind)}
+    kinds = {kind.value: kind.name.lower() for kind in (*Kind, *AutogradKind, *RRefKind, *MonitoringKind)}
     assert listed == kinds | {AutogradKind.GRADIENT: "gradients"}  # there may be several in one
 
 

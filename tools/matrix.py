@@ -37,13 +37,15 @@ ONCE = (
     "tests/conformance",
     "tests/faults",
     "tests/fuzz",
+    "tests/release",
     "tests/sim",
     "tests/test_benchmarks.py",
     "tests/test_documentation.py",
     "tests/test_examples.py",
+    "tests/type_checking",
 )
-"""Tests that take long and depend little on versions: of processes, transports, faults, protocols and programs. They
-run with the pinned pair only.
+"""Tests that take long and depend little on versions: of processes, transports, faults, protocols, programs, releases
+and types. They run with the pinned pair only.
 """
 WITHOUT_CORE = "without the native core"
 """The note of a row whose tests ran with ``BACKHAUL_NATIVE=0``."""

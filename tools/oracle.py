@@ -111,7 +111,7 @@ def run(setting: OracleSetting) -> OracleVerdict:
         if setting.processes:
             limit = left + 2 * _PASS_SECONDS
             results = launch(drive, workers, args=(left,), options=options, timeout=limit, start_method="forkserver")
-            verdict.add(results[0])
+            verdict.add(results[0] or OracleVerdict())
         else:
             with cluster(workers, options=options):
                 verdict.add(drive(left) or OracleVerdict())

@@ -12,7 +12,7 @@ import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def _is_command() -> bool:

@@ -1,6 +1,6 @@
 """How a worker behaves: ``Options`` and its groups. Plain data that checks itself. Knows only names and devices."""
 
-# Over the limit because each option is explained and shown where it is defined.
+# Over the limit because each option is described where it stands: half of the lines are docstrings.
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ class Security:
         allow: Only with ``trusted=False``: who may call which exposed function, as patterns of worker names ->
             patterns of function names. Default: every worker may call what ``expose`` allows it to call.
         tracebacks: Whether callers get the traceback of an error. Default: the value of ``trusted``.
+        monitors: Whether a process that knows the secret, and is no worker, may see what this worker does
+            (``backhaul top``): functions, rates, memory, members. Default: the value of ``trusted``.
 
     Example:
         >>> Security(trusted=False, allow={"client*": ["lookup"]}).trusted
@@ -80,12 +82,18 @@ class Security:
     trusted: bool = True
     allow: Mapping[str, Sequence[str]] | None = None
     tracebacks: bool | None = None
+    monitors: bool | None = None
 
     def __post_init__(self) -> None:
         if self.tls is not None and self.tls != "auto" and not isinstance(self.tls, Tls):
             raise ValueError(f"tls must be a Tls, 'auto' or None, got {self.tls!r}")
         if self.allow is not None:
             _check_allow(self.allow, self.trusted)
+
+    @property
+    def allows_monitors(self) -> bool:
+        """``monitors``, or its default."""
+        return self.trusted if self.monitors is None else self.monitors
 
     @property
     def binds_names(self) -> bool:
@@ -192,6 +200,7 @@ class Limits:
             is limited by ``frame_bytes`` alone. Default: 1 GiB if peers are not trusted, else no limit.
         contexts: How many autograd contexts one peer may open here at once. Default: 1024 if peers are not trusted,
             else no limit.
+        relayed: How many connections of workers that do not listen this worker relays, for all of them together.
 
     Example:
         >>> Options(limits=Limits(calls=64)).limits.calls
@@ -205,8 +214,11 @@ class Limits:
     calls: int | None = None
     bytes_in_flight: int | None = None
     contexts: int | None = None
+    relayed: int = 256
 
     def __post_init__(self) -> None:
+        if self.relayed < 0:
+            raise ValueError(f"relayed must not be negative, got {self.relayed}")
         if self.frame_bytes < 1 << 16:
             raise ValueError(f"frame_bytes must be at least 65536, got {self.frame_bytes}")
         if not 1 <= self.depth <= 256:
@@ -274,6 +286,8 @@ class Options:
             required.
         advertise: The host name or IP address that other workers are told, also with a port, where that is not the
             address on which TCP listens. Without a port in ``bind``, TCP listens on this port too.
+        listen: Whether workers of other hosts may connect to this one. If not (NAT, firewalls) it opens all connections
+            itself, and two such workers reach each other through a member that listens.
         init_method: Where the workers meet: ``env://`` (torchrun's environment), ``tcp://host:port`` or
             ``file:///path``. Not used if ``init`` gets a store.
         shm_bytes: The most shared memory that this worker makes for large tensors which it sends to other workers of
@@ -296,6 +310,8 @@ class Options:
         shutdown_timeout: How long ``shutdown`` waits for the other workers by default.
         compression: How tensors are compressed on their way to other workers: a ``Codec``, or patterns of worker names
             -> codecs, of which the first that matches counts. None, also as a codec: not at all.
+        dashboard: Host and port at which worker 0 serves a page that shows the running cluster (port 0: any). Worker 0
+            prints the address of the page, with a token, to the standard error. None: no page.
         security: Secrets, certificates, and what other workers may do.
         liveness: Heartbeats, and when a silent peer is lost.
         devices: Where tensors of CUDA devices arrive.
@@ -316,6 +332,7 @@ class Options:
     transport: Literal["auto", "unix", "tcp"] = "auto"
     bind: str | None = None
     advertise: str | None = None
+    listen: bool = True
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
@@ -325,6 +342,7 @@ class Options:
     autograd: Literal["plain", "context"] = "plain"
     shutdown_timeout: float = 60.0
     compression: Codec | Mapping[str, Codec | None] | None = None
+    dashboard: str | None = None
     security: Security = field(default_factory=Security)
     liveness: Liveness = field(default_factory=Liveness)
     devices: Devices = field(default_factory=Devices)
@@ -344,8 +362,12 @@ class Options:
                     f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}; write "
                     f"Options({name}={kind.__name__}(...))"
                 )
+        if self.dashboard is not None and not self.security.allows_monitors:
+            raise ValueError("dashboard needs security.monitors=True where trusted=False: its page shows all workers")
         if self.transport == "unix" and (self.bind, self.advertise, self.security.tls) != (None, None, None):
             raise ValueError("bind, advertise and security.tls are for TCP, but transport is 'unix'")
+        if not self.listen and (self.bind, self.advertise) != (None, None):
+            raise ValueError("bind and advertise say where a worker listens, but listen is False")
         _check_bytes(self, "shm_bytes")
         _check_compression(self.compression)
         if self.spin != "auto" and not (

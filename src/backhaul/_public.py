@@ -8,6 +8,7 @@ from backhaul._autograd.api import ContextHandle, backward, context, get_gradien
 from backhaul._autograd.failure.replay import Replay
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
+from backhaul._monitoring import extension as _extension  # noqa: F401  (lets each worker answer monitors)
 from backhaul._ops.api import remote_op
 from backhaul._options import Codec, Devices, Limits, Liveness, Options, Security, Tls
 from backhaul._recovery.api import retry_step

@@ -187,6 +187,7 @@ UNCHECKED = (
     "autograd._is_checkpoint_valid",
     "autograd.function._HookMixin._register_hook",
     "nn.parallel.distributed._DDPSink",
+    "nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     "utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
     # Only an instance has these.
     "distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",

@@ -75,6 +75,7 @@ def test_the_first_failure_is_shown_whole(tmp_path: Path) -> None:
     )
     done = run_command("run", "--names", "trainer,table", script, cwd=tmp_path)
     assert done.returncode == 1
+    assert "table failed" in done.stderr, done.stderr
     shown = done.stderr[done.stderr.index("table failed") :].splitlines()
     assert shown[1] == "Traceback (most recent call last):"
     assert "LookupError: the data are gone" in shown

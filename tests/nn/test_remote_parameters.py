@@ -46,6 +46,29 @@ def assert_same_gradients(there: nn.Module, here: nn.Module) -> None:
             torch.testing.assert_close(value(found.grad), wanted.grad, rtol=0, atol=0)
 
 
+def test_initialization_draws_the_numbers_of_one_process() -> None:
+    there, here = pair()
+    fills = [nn.init.normal_, nn.init.uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.trunc_normal_]
+    fills += [lambda p: p.exponential_(), lambda p: p.bernoulli_(0.5), lambda p: p.random_(9)]
+    found = []
+    for model in (there, here):
+        torch.manual_seed(3)
+        draw = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for fill in fills:
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        fill(parameter)
+                found.append([value(parameter).clone() for parameter in model.parameters()])
+            for parameter in model.parameters():
+                parameter.t().normal_(generator=draw)  # one generator: the numbers go on
+        found.append([value(parameter).clone() for parameter in model.parameters()])
+        found.append([torch.rand(2)])  # both have drawn equally many
+    half = len(found) // 2
+    for some, wanted in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, some, wanted))
+
+
 def test_they_are_listed_as_in_one_process() -> None:
     there, here = pair()
     for method in ("named_parameters", "named_buffers"):

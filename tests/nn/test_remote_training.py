@@ -253,6 +253,33 @@ def test_fully_shard_leaves_them_alone(workers: list[bh.Worker], tmp_path: Path)
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.may_leak  # meshes keep their process groups
+@pytest.mark.parametrize("foreach", [None, False])
+def test_sharded_gradients_are_not_clipped_together_with_remote_ones(
+    workers: list[bh.Worker], tmp_path: Path, foreach: bool | None
+) -> None:
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        there, _ = pair()
+        here = layer(0)
+        fully_shard(here)
+        nn.Sequential(here, there)(batch()).pow(2).sum().backward()
+        remote, sharded = list(there.parameters()), list(here.parameters())
+        before = [each.grad.to_here().clone() for each in remote]
+        for parameters in ([*sharded, *remote], [*remote, *sharded]):
+            for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+                with pytest.raises(NotImplementedError, match="worker"):
+                    clip(parameters, 0.01, foreach=foreach)
+        for parameter, wanted in zip(remote, before, strict=True):
+            assert torch.equal(parameter.grad.to_here(), wanted)
+        nn.utils.clip_grad_norm_(remote, 0.01, foreach=foreach)  # apart
+        nn.utils.clip_grad_norm_(sharded, 0.01, foreach=foreach)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_compiled_models(workers: list[bh.Worker]) -> None:
     there, here = [nn.Sequential(layer(0), model) for model in pair()]
     for model in (there, here):

@@ -13,7 +13,8 @@ import backhaul as bh
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.faults import FAULTS
 from tools.simulation.command import main
-from tools.simulation.run import SimulationSetting, run_seed
+from tools.simulation.one_seed import SimulationSetting
+from tools.simulation.run import run_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 

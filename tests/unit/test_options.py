@@ -127,6 +127,14 @@ def test_a_unix_socket_has_no_address_to_bind() -> None:
             Options(transport="unix", **given)
 
 
+def test_a_worker_that_does_not_listen_has_no_address_to_bind() -> None:
+    for given in ({"bind": "127.0.0.1"}, {"advertise": "node7"}):
+        with pytest.raises(ValueError, match="listen"):
+            Options(listen=False, **given)
+    with pytest.raises(ValueError, match="relayed"):
+        Limits(relayed=-1)
+
+
 def test_options_are_given_by_name_and_stay() -> None:
     with pytest.raises(TypeError):
         Options(5.0)  # type: ignore[misc]

@@ -14,8 +14,9 @@ import torch
 
 import tools.simulation
 from backhaul._sim.faults import FAULTS
+from tools.simulation.one_seed import Checks, SimulationSetting
 from tools.simulation.retried import run_retried_seed
-from tools.simulation.run import Checks, SimulationSetting, run_seed
+from tools.simulation.run import run_seed
 
 _STUCK_SECONDS = 60.0  # of real time; a seed that takes longer hangs outside the scheduler
 _REPORT_SECONDS = 5.0  # between two lines about progress

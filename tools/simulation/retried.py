@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-import threading
 import traceback
 
 import torch
 
-from backhaul._autograd.forward import functions
 from backhaul._options import Liveness, Options
 from backhaul._recovery.random_state import RandomState
 from backhaul._sim.cluster import SimCluster, SimProgram
 from backhaul._sim.network import NetworkConditions
 from backhaul.errors import RendezvousError
 from tools.retried_training import TrainingResult, draw_plan, train, train_plainly
-from tools.simulation.run import SimulationSetting, SimulationVerdict, collected_errors
+from tools.simulation.one_seed import SimulationSetting, SimulationVerdict, run_cluster, run_on_thread
 
 TRAINER = "worker0"
 RETRIED_FAULTS = ("replace", "replace in silence", "drop", "cut", "cut one way", "pause", "slow", "break")
@@ -126,22 +123,13 @@ class _RetriedRun:
 def _warm_up() -> None:
     """Make all that is made once in a process, such as caches of torch: it changes when objects die."""
     for seed in range(4):
-        _run_on_thread(SimulationSetting(seed, 4, 3))
+        run_on_thread(SimulationSetting(seed, 4, 3), _run)
 
 
 def run_retried_seed(setting: SimulationSetting) -> SimulationVerdict:
     """Run one seed."""
     _warm_up()
-    return _run_on_thread(setting)
-
-
-def _run_on_thread(setting: SimulationSetting) -> SimulationVerdict:
-    """It gets a new thread, because torch numbers the nodes of a graph by thread."""
-    verdict = SimulationVerdict(setting.seed)
-    thread = threading.Thread(target=functools.partial(_run, setting, verdict), name=f"seed {setting.seed}")
-    thread.start()
-    thread.join()
-    return verdict
+    return run_on_thread(setting, _run)
 
 
 def _run(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
@@ -164,16 +152,4 @@ def _run(setting: SimulationSetting, verdict: SimulationVerdict) -> None:
         yield_probability=draw.choice((0.0, 0.1, 0.5)),
         keep_trace=setting.keep_trace,
     )
-    try:
-        with collected_errors() as errors, cluster:
-            _RetriedRun(cluster, setting, verdict).run()
-        verdict.problems += [f"logged: {text}" for text in errors]
-    except BaseException as error:
-        verdict.problems.append("".join(traceback.format_exception(error)))
-    finally:
-        before.put_back()
-        gc.collect()  # what crashed workers held
-        functions.live.clear()  # message ids of another seed may be the same
-    verdict.digest = cluster.scheduler.trace.digest
-    verdict.switches, verdict.frames = cluster.scheduler.switches, cluster.network.sent
-    verdict.virtual, verdict.trace = cluster.scheduler.now, cluster.scheduler.trace.lines or []
+    run_cluster(cluster, verdict, lambda: _RetriedRun(cluster, setting, verdict).run(), before.put_back)

@@ -85,6 +85,10 @@ class GradientTable:
             self._sum_up()
             return dict(seam.streams.join(self._mark, self._grads))
 
+    def held(self) -> list[torch.Tensor]:
+        """The gradients that were summed so far, for statistics. Takes no lock, and waits for no device."""
+        return list(self._grads.values())
+
     def snapshot(self) -> Snapshot:
         """All gradients as they are now, for ``restore``."""
         with self.lock:

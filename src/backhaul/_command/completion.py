@@ -60,7 +60,8 @@ def _walk(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Comple
             below = dict(action.choices)
             words |= {name: (child.description or "").partition("\n")[0] for name, child in below.items()}
         elif action.option_strings:
-            options |= dict.fromkeys(action.option_strings, action.help or "")
+            text = (action.help or "").replace("%(default)s", str(action.default))
+            options |= dict.fromkeys(action.option_strings, text)
             if action.nargs != 0:
                 choices = tuple(map(str, action.choices or ()))
                 values |= dict.fromkeys(action.option_strings, choices)
@@ -72,17 +73,19 @@ def _walk(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Comple
 
 
 def _bash(parsers: list[CompletedParser]) -> str:
-    """One ``case`` over the subcommands that were typed so far, and over the option before the word."""
+    """One ``case`` over the subcommands that were typed so far, and over the option before the word. The names of the
+    variables mean nothing in zsh, unlike ``path``, ``words`` and ``options``.
+    """
     lines = [
         "# Completion of backhaul for bash.",
         "_backhaul() {",
-        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} path= words= n",
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} typed= answers= flags= n",
         "    for ((n = 1; n < COMP_CWORD; n++)); do",
-        '        case "$path ${COMP_WORDS[n]}" in',
-        f'            {_alternatives(parsers)}) path+=" ${{COMP_WORDS[n]}}" ;;',
+        '        case "$typed ${COMP_WORDS[n]}" in',
+        f'            {_alternatives(parsers)}) typed+=" ${{COMP_WORDS[n]}}" ;;',
         "        esac",
         "    done",
-        '    case "$path $before" in',
+        '    case "$typed $before" in',
     ]
     for each in parsers:
         for option, values in each.values.items():
@@ -90,13 +93,14 @@ def _bash(parsers: list[CompletedParser]) -> str:
                 f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(values))} -- "$word"))' if values else "COMPREPLY=()"
             )
             lines.append(f"        {shlex.quote(_joined(each.path, option))}) {found}; return ;;")
-    lines += ["    esac", '    case "$path" in']
+    lines += ["    esac", '    case "$typed" in']
     for each in parsers:
-        words = " ".join((*each.words, *each.options))
-        lines.append(f"        {shlex.quote(_joined(each.path))}) words={shlex.quote(words)} ;;")
+        found = f"answers={shlex.quote(' '.join(each.words))} flags={shlex.quote(' '.join(each.options))}"
+        lines.append(f"        {shlex.quote(_joined(each.path))}) {found} ;;")
     lines += [
         "    esac",
-        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "    [[ $word != -* ]] || answers=$flags",
+        '    COMPREPLY=($(compgen -W "$answers" -- "$word"))',
         "}",
         "complete -o default -F _backhaul backhaul",  # files, where there is no answer
     ]

@@ -188,7 +188,8 @@ def check_hosts(hosts: Sequence[str], ssh: str | None) -> Iterator[Finding]:
         yield Finding("hosts", "wrong", f"the workers did not meet within {_HOSTS_SECONDS:g} s", "look for a firewall")
         return
     if done.returncode:
-        last = "\n".join(line for line in done.stderr.strip().splitlines()[-_LAST_LINES:] if set(line) != {"─"})
+        lines = [line.rstrip("─ ") for line in done.stderr.strip().splitlines()]
+        last = "\n".join([line for line in lines if line][-_LAST_LINES:])
         fix = "see whether `ssh HOST` works without a password, and Python and Backhaul are at the same path there"
         yield Finding("hosts", "wrong", f"workers on {', '.join(hosts)} failed:\n{last}", fix)
         return

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from backhaul._command.output import FAILED, MISUSED, CommandFailure, Output
 from backhaul._command.run_places import LOCALHOST, HostEntry, WorkerPlace, environment_of, place_workers, read_hosts
-from backhaul._command.run_progress import WorkerLog, describe_status
+from backhaul._command.run_progress import WorkerLog
 from backhaul._command.run_supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SSH_VARIABLE = "BACKHAUL_SSH"
 
 _SECRET_VARIABLE = "BACKHAUL_SECRET"  # its home, own_endpoint, imports torch
-_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
 _PORTS = range(10_000, 30_000)  # below the ports that the system gives to clients
 _HOST_MODULE = "backhaul._command.run_host"
 
@@ -58,7 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--hosts", metavar="A,B:2", help="hosts, or a file with a host on each line; HOST:2 gets two workers")
     add("--master-addr", metavar="HOST", help="where the workers meet; the first host, if not given")
     add("--master-port", type=int, metavar="PORT", help="the port there; a free one, if not given")
-    add("--ssh", metavar="COMMAND", help=f"how hosts are reached; {SSH_VARIABLE}, or `{_SSH}`, if not given")
+    add(
+        "--ssh",
+        metavar="COMMAND",
+        help=f"how hosts are reached; {SSH_VARIABLE}, or ssh without a password, if not given",
+    )
     add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for workers of other hosts")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
@@ -103,15 +107,15 @@ def main(given: Namespace, output: Output) -> int:
     supervisor = Supervisor([place.name for place in places])
     common = _common_environment(given)
     try:
-        for host in dict.fromkeys(place.host for place in places):
-            here = [place for place in places if place.host == host]
-            workers = [
-                (each.rank, {**common, **environment_of(each, len(places), address, port, named=bool(given.names))})
-                for each in here
-            ]
-            job = {"workers": workers, "command": command}
-            supervisor.start(host, _host_command(given, host), job)
-        supervisor.run()
+        with supervisor.catch_signals():
+            for host in dict.fromkeys(place.host for place in places):
+                workers = [
+                    (each.rank, {**common, **environment_of(each, len(places), address, port, named=bool(given.names))})
+                    for each in places
+                    if each.host == host
+                ]
+                supervisor.start(host, _host_command(given, host), {"workers": workers, "command": command})
+            supervisor.run()
     finally:
         supervisor.close()
     _conclude(supervisor)
@@ -188,7 +192,11 @@ def _conclude(supervisor: Supervisor) -> None:
     if progress.signal is not None:
         console.print(f"\n[bold]backhaul run[/]: {progress.signal.name}: all workers were ended")
     elif first is not None:
-        _show_failure(console, first, [each for each in progress.workers if each.has_trouble and each is not first])
+        _show_failure(
+            console,
+            first,
+            [each for each in progress.workers if (each.failed or each.failed_slowly) and each is not first],
+        )
     for host in supervisor.unanswered:
         console.print(f"[bold red]{host} did not answer[/]: look there for processes that are left")
 
@@ -196,10 +204,9 @@ def _conclude(supervisor: Supervisor) -> None:
 def _show_failure(console: Console, first: WorkerLog, others: Sequence[WorkerLog]) -> None:
     from rich.markup import escape
 
-    assert first.status is not None
     console.print()
     what = f"{first.name} failed first" if others else f"{first.name} failed"
-    console.rule(f"[bold red]{what}: it {describe_status(first.status)}[/]", align="left")
+    console.rule(f"[bold red]{what}: it {first.describe()}[/]", align="left")
     for line in first.failure():
         console.print(escape(line))
     console.rule(style="red")

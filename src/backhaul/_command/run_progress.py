@@ -17,6 +17,7 @@ MORE_FAILURES_SECONDS = 0.5
 TERMINATE_SECONDS, KILL_SECONDS = 1.2, 0.6
 """After SIGTERM until SIGKILL, and after SIGKILL until hosts that do not answer are given up: together below 2 s."""
 
+_LOST_STATUS = 255  # of a worker whose host was lost; ssh ends with it too
 _KEPT_LINES = 400  # of each worker, to show its failure
 _SHOWN_LINES = 20  # of a worker that failed without a traceback
 
@@ -43,6 +44,7 @@ class WorkerLog:
         status: Its exit status, negative for a signal; None while it runs.
         ended_at: When it ended.
         ended_by_us: Whether it ended after it was told to.
+        lost: Whether only its host was lost: how the worker ended is unknown.
         failed_at: When its last traceback began; None: there was none.
         lines: Its last lines, those of the standard error marked with True.
     """
@@ -51,6 +53,7 @@ class WorkerLog:
     status: int | None = None
     ended_at: float = 0.0
     ended_by_us: bool = False
+    lost: bool = False
     failed_at: float | None = None
     lines: deque[tuple[bool, str]] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
 
@@ -60,15 +63,20 @@ class WorkerLog:
         return bool(self.status) and not self.ended_by_us
 
     @property
-    def has_trouble(self) -> bool:
-        """Whether it failed by itself, or was ended after it had printed a traceback."""
-        return self.failed or (bool(self.status) and self.failed_at is not None)
+    def failed_slowly(self) -> bool:
+        """Whether it was ended after it had printed a traceback: it may have failed, and not come to its end yet."""
+        return bool(self.status) and self.ended_by_us and self.failed_at is not None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal of somebody else killed it. It could not print why."""
+        return self.status is not None and self.status < 0 and not self.ended_by_us
 
     def failure(self) -> list[str]:
         """The lines that say why it failed: its last traceback with the causes, or else its last lines."""
         errors = [line for is_error, line in self.lines if is_error]
         starts = [n for n, line in enumerate(errors) if _TRACEBACK.match(line)]
-        if not starts or (self.status is not None and self.status < 0):
+        if not starts or self.was_killed or self.lost:
             return [line for _, line in self.lines][-_SHOWN_LINES:]
         first = len(starts) - 1
         while first and any(each.startswith(_CHAINS) for each in errors[starts[first - 1] : starts[first]]):
@@ -82,8 +90,16 @@ class WorkerLog:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it failed because another worker was lost. A worker that a signal has killed could not say so."""
-        return self.status is not None and self.status > 0 and any(map(_CONSEQUENCE.match, self.failure()))
+        """Whether it failed because another worker was lost."""
+        return not self.was_killed and any(map(_CONSEQUENCE.match, self.failure()))
+
+    def describe(self) -> str:
+        """How it failed, for people."""
+        if self.lost:
+            return "was lost, with its host"
+        if self.failed_slowly:
+            return "raised, and was ended before it came to its end"
+        return describe_status(self.status or 0)
 
 
 class RunProgress:
@@ -123,6 +139,14 @@ class RunProgress:
         if self.done:
             self._next = self.wake_at = None
 
+    def on_host_lost(self, rank: int, said: Sequence[str], now: float) -> None:
+        """The process that runs the host of a worker has ended, or the connection to it. ``said``: its last lines."""
+        worker = self.workers[rank]
+        if worker.status is None:
+            worker.lost = True
+            worker.lines.extend((True, line) for line in said)
+            self.on_end(rank, _LOST_STATUS, now)
+
     def on_signal(self, number: signal.Signals, now: float) -> Order | None:
         """The user, or who has started the command, wants it to end. A second signal does not wait."""
         again, self.signal = self.signal is not None, self.signal or number
@@ -148,9 +172,19 @@ class RunProgress:
         return order
 
     def first_failure(self) -> WorkerLog | None:
-        """The worker whose failure made the others fail; None: no worker failed by itself."""
-        failed = [worker for worker in self.workers if worker.failed]
-        return min(failed, key=_failure_order) if failed else None
+        """The worker whose failure made the others fail; None: no worker failed by itself.
+
+        A worker that fails may take long to end, while others lose it and end at once. So if all failures are
+        consequences, the worker counts that has printed a traceback last before them, and was ended then. Otherwise it
+        does not: its traceback may be one that the program has handled and logged.
+        """
+        failed = sorted((worker for worker in self.workers if worker.failed), key=_failure_time)
+        causes = [worker for worker in failed if not worker.is_consequence]
+        if causes or not failed:
+            return causes[0] if causes else None
+        until = _failure_time(failed[0])
+        slow = [each for each in self.workers if each.failed_slowly and _failure_time(each) <= until]
+        return max((each for each in slow if not each.is_consequence), key=_failure_time, default=failed[0])
 
     def exit_status(self) -> int:
         """That of the first failure, as shells write it; 0 if there was none."""
@@ -159,13 +193,13 @@ class RunProgress:
         first = self.first_failure()
         if first is None or first.status is None:
             return 0
+        if first.failed_slowly:
+            return 1  # as Python ends after a traceback
         return 128 - first.status if first.status < 0 else first.status
 
 
-def _failure_order(worker: WorkerLog) -> tuple[bool, float]:
-    """Those that failed because of another come last."""
-    said_why = worker.failed_at is not None and worker.status is not None and worker.status > 0
-    return (worker.is_consequence, worker.failed_at if said_why and worker.failed_at else worker.ended_at)
+def _failure_time(worker: WorkerLog) -> float:
+    return worker.ended_at if worker.was_killed or worker.failed_at is None else worker.failed_at
 
 
 def describe_status(status: int) -> str:

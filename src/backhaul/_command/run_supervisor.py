@@ -16,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backhaul._command.run_progress import Order, RunProgress
+from backhaul._command.run_progress import KILL_SECONDS, TERMINATE_SECONDS, Order, RunProgress
 
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # of names, by rank
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOST_STATUS = 255  # of workers whose host was lost; ssh ends with it too
 
 
 @dataclass(slots=True)
@@ -59,9 +58,11 @@ class LinePrinter:
         """One write for each line, so that lines of the two streams do not mix either."""
         prefix = (self._colored if self._has_color[is_error] else self._plain)[rank]
         stream = sys.stderr if is_error else sys.stdout
-        with contextlib.suppress(BrokenPipeError):  # the reader has enough; the workers go on
+        try:
             stream.write(f"{prefix}{text}\n")
             stream.flush()
+        except BrokenPipeError:  # the reader has enough; the workers go on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Supervisor:
@@ -99,19 +100,17 @@ class Supervisor:
 
     def run(self) -> None:
         """Until all workers have ended, or their hosts do not answer."""
-        with self._signals() as wakeup:
-            self._selector.register(wakeup, selectors.EVENT_READ, None)
-            while not self.progress.done:
-                wake_at = self.progress.wake_at
-                limit = None if wake_at is None else max(wake_at - time.monotonic(), 0.0)
-                for key, _ in self._selector.select(limit):
-                    if key.data is None:
-                        for number in os.read(wakeup, _READ_BYTES):
-                            if number in _SIGNALS:
-                                self._order(self.progress.on_signal(signal.Signals(number), time.monotonic()))
-                    else:
-                        self._read(key.data, key.fd)
-                self._order(self.progress.on_time(time.monotonic()))
+        while not self.progress.done:
+            wake_at = self.progress.wake_at
+            limit = None if wake_at is None else max(wake_at - time.monotonic(), 0.0)
+            for key, _ in self._selector.select(limit):
+                if key.data is None:
+                    for number in os.read(key.fd, _READ_BYTES):
+                        if number in _SIGNALS:
+                            self._order(self.progress.on_signal(signal.Signals(number), time.monotonic()))
+                else:
+                    self._read(key.data, key.fd)
+            self._order(self.progress.on_time(time.monotonic()))
 
     def close(self) -> None:
         """End the processes that run the hosts. Their workers have ended; else the end of the input ends them."""
@@ -123,23 +122,24 @@ class Supervisor:
             if host.name in self.unanswered:
                 host.process.kill()
             try:
-                host.process.wait(_CLOSE_SECONDS)
+                host.process.wait(TERMINATE_SECONDS + KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 host.process.kill()
                 host.process.wait()
         self._selector.close()
 
-    @staticmethod
     @contextlib.contextmanager
-    def _signals() -> Iterator[int]:
-        """Signals become bytes in a pipe, which the selector waits for."""
+    def catch_signals(self) -> Iterator[None]:
+        """Signals end the workers, and not this process. They become bytes in a pipe, which ``run`` waits for."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         before_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._selector.register(reading, selectors.EVENT_READ, None)
         try:
-            yield reading
+            yield
         finally:
+            self._selector.unregister(reading)
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(before_wakeup)
@@ -179,11 +179,11 @@ class Supervisor:
 
     def _lose(self, host: RunningHost) -> None:
         """The process of a host has ended. Workers of which it has not said so are lost."""
-        lost = [rank for rank in host.ranks if self.progress.workers[rank].status is None]
-        for rank in lost:
-            for line in host.said:
-                self.progress.on_line(rank, f"{host.name}: {line}", is_error=True, now=time.monotonic())
-            self.progress.on_end(rank, _LOST_STATUS, time.monotonic())
+        status = host.process.poll()
+        how = f" with status {status}" if status else ""
+        said = host.said or [f"what runs its workers has ended{how}; they are ended, too"]
+        for rank in host.ranks:
+            self.progress.on_host_lost(rank, [f"{host.name}: {line}" for line in said], time.monotonic())
 
     def _order(self, order: Order | None) -> None:
         if order is None:
@@ -194,7 +194,7 @@ class Supervisor:
                 if left:
                     self.unanswered.append(host.name)
                 for rank in left:
-                    self.progress.on_end(rank, _LOST_STATUS, time.monotonic())
+                    self.progress.on_host_lost(rank, [f"{host.name} did not answer"], time.monotonic())
             else:
                 self._tell(host, order.value)
 
@@ -204,6 +204,3 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):  # it has ended; its output says so
             host.process.stdin.write(json.dumps(message).encode() + b"\n")
             host.process.stdin.flush()
-
-
-_CLOSE_SECONDS = 1.0

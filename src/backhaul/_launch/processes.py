@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
 import cloudpickle
 import torch
@@ -39,6 +39,9 @@ from backhaul._wire.faults import decode_fault, encode_fault
 from backhaul._wire.messages import Fault, Payload
 from backhaul.errors import WorkerFailedError, WorkersLostError
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 log = logging.getLogger("backhaul")
 
 _NOTICE_SECONDS = 5.0  # after which the parent logs which workers have not started; each further wait is twice as long
@@ -55,6 +58,26 @@ class _ProcessOutcome:
     at: float
     body: Payload | Fault
     buffers: list[bytes]
+
+
+# fmt: off
+@overload
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: list[Any],
+           kwargs: Mapping[str, Any] | None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[*Ts], T], workers: int | Sequence[str], *, args: tuple[*Ts],
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[[], T], workers: int | Sequence[str], *, args: tuple[()] = ...,
+           kwargs: None = ..., options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+@overload
+def launch(function: Callable[..., T], workers: int | Sequence[str], *, args: tuple[Any, ...] = ...,
+           kwargs: Mapping[str, Any], options: Options | None = ..., timeout: float | None = ...,
+           start_method: Literal["spawn", "forkserver"] = ..., torchrun_variables: bool = ...) -> list[T]: ...
+# fmt: on
 
 
 def launch(

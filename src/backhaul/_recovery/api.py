@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from backhaul._recovery.local_snapshot import save_local
 from backhaul._recovery.random_state import RandomState
 from backhaul._recovery.step_log import StepAction, StepLog, StepOutcome
 from backhaul._recovery.trained_state import TrainedState
-from backhaul._remote_tensors.module_gradients import driven_modules
+from backhaul._remote_tensors.driven_modules import driven_modules
 from backhaul._rpc.arguments import keywords, positional
 from backhaul._rpc.node import Node
 from backhaul._runtime.compile_marks import graph_break
@@ -31,6 +31,7 @@ from backhaul.errors import BackwardTimeoutError, CallTimeoutError, PeerLostErro
 from backhaul.optim.optimizer import DistributedOptimizer
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger("backhaul")
 
@@ -95,9 +96,33 @@ def _kept_of(worker: Worker, given: Sequence[Any]) -> _Kept:
     raise ValueError("`state` has no optimizer and no module; pass all that the step changes")
 
 
+# fmt: off
+@overload
+def retry_step(step: Callable[..., T], state: Any, args: list[Any], kwargs: Mapping[str, Any] | None = ..., *,
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+@overload
+def retry_step(step: Callable[[*Ts], T], state: Any, args: tuple[*Ts], kwargs: None = ..., *,
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+@overload
+def retry_step(step: Callable[[], T], state: Any, args: tuple[()] = ..., kwargs: None = ..., *,
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+@overload
+def retry_step(step: Callable[..., T], state: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *,
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+@overload
+def retry_step(step: Callable[..., T], state: Any, *, kwargs: Mapping[str, Any],
+               attempts: int = ..., wait: float = ..., restore: Callable[[], Any] | None = ...,
+               snapshot_every: int = ...) -> T: ...
+# fmt: on
+
+
 @graph_break
 def retry_step(
-    step: Callable[..., T],
+    step: Callable[..., Any],
     state: Any,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -106,7 +131,7 @@ def retry_step(
     wait: float = 30.0,
     restore: Callable[[], Any] | None = None,
     snapshot_every: int = 1,
-) -> T:
+) -> Any:
     """Make a training step, and make it again if it fails because a worker was lost.
 
     Once this returns, the state has been changed by this step exactly once, also if a worker was lost in the middle of
@@ -171,7 +196,7 @@ def retry_step(
         if not kept.log.torn and any(_latest.get(module, lambda: kept)() is not kept for module in objects.remote):
             kept.log = StepLog()
         call = RetriedCall(step, positional(args), keywords(kwargs))
-        made: T = _Attempts(worker, kept, objects, restore, wait).run(call, attempts, snapshot_every)
+        made = _Attempts(worker, kept, objects, restore, wait).run(call, attempts, snapshot_every)
     finally:
         if kept.log.snapshot is not None:
             _latest.update((module, weakref.ref(kept)) for module in objects.remote)

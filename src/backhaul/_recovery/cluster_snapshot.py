@@ -20,7 +20,7 @@ from backhaul._recovery.owner_snapshot import NO_NOTE, Installed, Note, OwnerSna
 from backhaul._recovery.random_state import PROCESS
 from backhaul._recovery.trained_state import TrainedState
 from backhaul._remote_tensors.addresses import own_call
-from backhaul._remote_tensors.module_gradients import driven_modules, send_changes
+from backhaul._remote_tensors.driven_modules import driven_modules, send_changes
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._rpc.api import rpc_async

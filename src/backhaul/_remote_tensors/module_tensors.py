@@ -12,7 +12,7 @@ from backhaul._remote_tensors import (  # what remote tensors need to work
     patches,  # noqa: F401
 )
 from backhaul._remote_tensors.addresses import Address
-from backhaul._remote_tensors.module_gradients import gradients_at
+from backhaul._remote_tensors.driven_modules import gradients_at
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._remote_tensors.remote_parameter import RemoteParameter
 from backhaul._remote_tensors.remote_tensor import RemoteTensor

@@ -36,6 +36,8 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return args[0].to_here() if kwargs.get("device") is not None else _run_at(args[0], _aten.clone.default, args)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _check_and_unscale(*args)
+    if func in _DRAWS and isinstance(args[0], RemoteTensor):
+        return _draw_here(func, args, kwargs)
     if func is _aten.zero_.default and _zeroed_later(args[0]):
         return args[0]
     if func is _aten._foreach_zero_.default:
@@ -62,6 +64,25 @@ def _zeroed_later(tensor: torch.Tensor) -> bool:
         return False
     tensor._gradients.zero(tensor._address.key)
     return True
+
+
+_DRAWS = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+    for overload in getattr(_aten, name).overloads()
+    if overload in ("default", "float", "from", "to")
+)
+"""Operations that fill a tensor with random numbers, whatever is in it."""
+
+
+def _draw_here(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> RemoteTensor:
+    """Fill a tensor of another worker with random numbers of this worker, so that seeds mean what they mean in one
+    process. Copies the whole tensor there.
+    """
+    tensor: RemoteTensor = args[0]
+    drawn = func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), *args[1:], **kwargs)
+    run_operation(_aten.copy_.default, (tensor, drawn), {})
+    return tensor
 
 
 _ALIASES = (_aten.detach.default, _aten.alias.default)

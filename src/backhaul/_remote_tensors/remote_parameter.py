@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import ModuleGradients, gradients_at, send_changes
+from backhaul._remote_tensors.driven_modules import gradients_at, send_changes
+from backhaul._remote_tensors.module_gradients import ModuleGradients
 from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._remote_tensors.remote_tensor import RemoteTensor
 from backhaul._rref.handle import RRef

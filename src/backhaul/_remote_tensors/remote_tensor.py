@@ -9,7 +9,7 @@ import torch
 
 from backhaul._remote_tensors import on_owner
 from backhaul._remote_tensors.addresses import Address, Message
-from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._remote_tensors.on_owner import TensorForm
 from backhaul._runtime.compile_marks import graph_break
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from backhaul import _native
 from backhaul._devices.placement import check
 from backhaul._options import Options
+from backhaul._rpc.call_types import LateResult, Named, Positional, Target
 from backhaul._rpc.calls.retry import Attempts, Retry
 from backhaul._rpc.cluster.addressing import other_host
 from backhaul._rpc.cluster.environment import NAME_VARIABLE
@@ -35,6 +36,7 @@ from backhaul._worker.worker import Worker, current_worker, running_workers
 from backhaul.errors import RendezvousError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @graph_break
@@ -171,6 +173,9 @@ def _join(
 def get_address() -> str:
     """The address of the current worker, for ``init(join=...)``. A TCP address if the worker listens on TCP.
 
+    Raises:
+        ValueError: The worker has no address (``Options(listen=False)``).
+
     Example:
         >>> import backhaul as bh
         >>> with bh.cluster(2):
@@ -178,7 +183,10 @@ def get_address() -> str:
         >>> isinstance(address, str)
         True
     """
-    addresses = current_worker().endpoint.addresses
+    worker = current_worker()
+    addresses = worker.endpoint.addresses
+    if not addresses:
+        raise ValueError(f"worker '{worker.name}' has no address: its Options say listen=False; use another member's")
     return next((address for address in addresses if address.startswith("tcp:")), addresses[0])
 
 
@@ -206,16 +214,53 @@ def on_membership(callback: Callable[[MembershipEvent], None]) -> Callable[[], N
     return current_worker().part(MembershipEvents).subscribe(callback)
 
 
+# fmt: off
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[[], T], args: None = ..., kwargs: None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], args: Positional, kwargs: Named,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], args: Positional, kwargs: Named,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., LateResult[T]], *, kwargs: Named, timeout: float | None = ...,
+             retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: Callable[..., T], *, kwargs: Named, timeout: float | None = ...,
+             retry: Retry | None = ...) -> T: ...
+@overload
+def rpc_sync(to: Target, func: str, args: Positional = ..., kwargs: Named | None = ...,
+             timeout: float | None = ..., *, retry: Retry | None = ...) -> Any: ...
+# fmt: on
+
+
 @graph_break
 def rpc_sync(
-    to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    to: Target,
+    func: Callable[..., Any] | str,
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     retry: Retry | None = None,
-) -> T:
+) -> Any:
     """Call ``func(*args, **kwargs)`` on another worker and return its result.
 
     The call is part of the autograd graph, as a call of ``func`` here would be: ``backward`` goes back through it, and
@@ -255,24 +300,60 @@ def rpc_sync(
         tensor([3., 3.])
     """
     client = cast(Node, current_worker().parts[Node]).client
-    result: T = (
+    return (
         client.call(to, func, args, kwargs, timeout)
         if retry is None
         else Attempts(client, retry, to, func, args, kwargs, timeout).run()
     )
-    return result
+
+
+# fmt: off
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[[], T], args: None = ..., kwargs: None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], args: Positional, kwargs: Named,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], args: Positional, kwargs: Named,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., LateResult[T]], *, kwargs: Named, timeout: float | None = ...,
+              retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: Callable[..., T], *, kwargs: Named, timeout: float | None = ...,
+              retry: Retry | None = ...) -> Future[T]: ...
+@overload
+def rpc_async(to: Target, func: str, args: Positional = ..., kwargs: Named | None = ...,
+              timeout: float | None = ..., *, retry: Retry | None = ...) -> Future[Any]: ...
+# fmt: on
 
 
 @graph_break
 def rpc_async(
-    to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    to: Target,
+    func: Callable[..., Any] | str,
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     retry: Retry | None = None,
-) -> Future[T]:
+) -> Future[Any]:
     """Start a call and return its future. Once this returns, the arguments may be changed (with ``retry``, once the
     future is done).
 
@@ -313,7 +394,7 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 def get_debug_info() -> dict[str, int]:
     """Counters of the current worker: its own calls that are pending, cancelled or retried; calls that it has served,
     and calls that it dropped because their callers had given up; bytes sent; its shared memory, and how many slots of
-    it other workers use; contexts; backward passes that it drives.
+    it other workers use; connections between other workers that it relays; contexts; backward passes that it drives.
 
     Example:
         >>> import backhaul as bh
@@ -334,4 +415,5 @@ def get_worker_infos() -> list[WorkerInfo]:
         ...     [info.name for info in bh.get_worker_infos()]
         ['worker0', 'worker1', 'worker2']
     """
-    return [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    found = [peer.info for peer in current_worker().part(Node).peers if not peer.lost]
+    return sorted(found, key=lambda info: info.id)

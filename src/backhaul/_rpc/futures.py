@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch.futures
 
@@ -315,6 +315,10 @@ def _check(callback: Any) -> None:
         raise TypeError(f"a callback must be callable, not {type(callback).__name__}")
 
 
+@overload
+def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch.futures.Future[T]]]: ...
+@overload
+def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]: ...
 @graph_break
 def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
     """Return a future of ``futures`` that is done when all of them are.
@@ -364,6 +368,10 @@ def _count_down(futures: Sequence[torch.futures.Future[Any]], finish: Callable[[
     count(None)
 
 
+@overload
+def wait_all(futures: Sequence[torch.futures.Future[T]]) -> list[T]: ...
+@overload
+def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]: ...
 @graph_break
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     """Wait for all and return their values in order; raise the first exception in that order.

@@ -14,6 +14,7 @@ from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.calls.server import CallServer
 from backhaul._rpc.cluster.admission import Admission
+from backhaul._rpc.cluster.anchoring import Anchoring
 from backhaul._rpc.cluster.departure import seal_of, secret_of
 from backhaul._rpc.cluster.enrollment import Enrollment
 from backhaul._rpc.cluster.internal_calls import InternalCalls
@@ -26,6 +27,7 @@ from backhaul._rpc.cluster.membership_events import MembershipEvents
 from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.partition_healing import PartitionHealing
 from backhaul._rpc.cluster.peers import Peers
+from backhaul._rpc.cluster.relaying import Relaying
 from backhaul._rpc.compression import check_codecs
 from backhaul._rpc.device_memory import start_devices
 from backhaul._rpc.interceptors import extensions
@@ -39,6 +41,7 @@ from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Endpoint
 from backhaul._wire.tensors.buffer_forms import readable_forms
 from backhaul._wire.value_count import most_buffers
+from backhaul._worker import log_fields  # noqa: F401  (adds fields to the records of the logger)
 from backhaul._worker.worker import Worker, in_handler, running_workers
 from backhaul.errors import BackhaulError, LeakError
 
@@ -78,6 +81,8 @@ class Node:
         self.leaving = Leaving(worker, self.peers, calls, self.client.idleness.when_idle)
         self.partition_healing = PartitionHealing(worker, self.peers, self.admission, self.membership, calls)
         LossNews(worker, self.peers, calls)
+        Relaying(worker, self.peers, calls, self.partition_healing)
+        self.anchoring = Anchoring(worker, self.peers)
         worker.devices.start(self.peers)
         self.audits: list[Audit] = []
         self._ending = worker.runtime.lock()  # held by the thread that shuts down
@@ -89,6 +94,7 @@ class Node:
         worker.counters["num_calls_dropped"] = lambda: self.server.dropped
         worker.counters["bytes_sent"] = self._bytes_sent
         worker.counters["num_suspected_peers"] = lambda: len(self.heartbeat.suspected)
+        worker.counters["num_relayed"] = lambda: worker.endpoint.relayed
         worker.counters["shm_bytes"] = lambda: worker.endpoint.shm_bytes
         worker.counters["shm_lent"] = lambda: worker.endpoint.shm_lent
 
@@ -166,6 +172,8 @@ def describe(name: str, number: int, endpoint: Endpoint, options: Options, *, ho
         bounds=bounds_of(options),
         seal=seal_of(secret_of(incarnation)),
         forms=readable_forms(),
+        listens=options.listen,
+        key=endpoint.key,
     )
 
 
@@ -192,6 +200,7 @@ def start_node(
         endpoint.limit_buffers(most_buffers(node.rate_limits.tensors or 0))
         guard_frames(node.worker, node.client)
     node.worker.start()
+    node.anchoring.look()
     return node
 
 

@@ -10,7 +10,7 @@ import torch
 from backhaul._rpc.futures import Future, Kept
 from backhaul._rref.execution import relay
 from backhaul._rref.history import detached, keeps_history
-from backhaul._rref.method_calls import MethodCalls
+from backhaul._rref.method_calls import MethodCalls, MethodsOfValue
 from backhaul._rref.owned_values import Entry
 from backhaul._rref.owner_calls import Named, backward_of, fetch, invoke, run_backward, type_of
 from backhaul._rref.ownership import ForkId, Identity, RRefId, maker_of
@@ -234,17 +234,17 @@ class RRef(Generic[T]):
     # Calls.
 
     @graph_break
-    def rpc_sync(self, timeout: float | None = None) -> Any:
+    def rpc_sync(self, timeout: float | None = None) -> T:
         """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and waits for the result."""
-        return MethodCalls(self._call_and_wait, timeout)
+        return MethodCalls(self._call_and_wait, timeout)  # type: ignore[return-value]  # stands for the value
 
     @graph_break
-    def rpc_async(self, timeout: float | None = None) -> Any:
+    def rpc_async(self, timeout: float | None = None) -> MethodsOfValue[Future[Any]]:
         """``rref.rpc_async().method(...)`` calls a method of the value on its owner, and returns a future."""
         return MethodCalls(self._call, timeout)
 
     @graph_break
-    def remote(self, timeout: float | None = None) -> Any:
+    def remote(self, timeout: float | None = None) -> MethodsOfValue[RRef[Any]]:
         """``rref.remote().method(...)`` calls a method of the value on its owner. The result stays there;
         returns a reference to it.
         """

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from backhaul._runtime.compile_marks import graph_break
 
 Call = Callable[..., Any]
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+class MethodsOfValue(Protocol[Made_co]):
+    """What a type checker knows of ``MethodCalls``: any method may be called, and what each call returns."""
+
+    def __getattr__(self, name: str, /) -> Callable[..., Made_co]: ...
 
 
 class MethodCalls:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.served_call import never_dropped
@@ -68,6 +71,12 @@ class OwnedValues:
         """The forks that all workers hold of values of this worker."""
         with self._lock:
             return sum(len(entry.forks) for entry in self._table.entries.values())
+
+    def present_values(self, most: int) -> list[Any]:
+        """At most ``most`` of the values that are there, for statistics."""
+        with self._lock:
+            futures = [entry.value for entry in itertools.islice(self._table.entries.values(), most)]
+        return [torch.futures.Future.value(future) for future in futures if future.done() and future._error is None]
 
     def _is_present(self, number: RRefId) -> bool:
         try:

@@ -7,11 +7,12 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 
 from backhaul._rpc.arguments import LateArguments, keywords, positional
+from backhaul._rpc.call_types import LateResult, Named, Positional, Target
 from backhaul._rpc.calls.async_results import Later, answers_later, may_answer_later
 from backhaul._rpc.calls.request_encoder import hides_arguments
 from backhaul._rpc.calls.retry import Retry, start
@@ -29,13 +30,13 @@ from backhaul._rref.owned_values import Entry
 from backhaul._rref.ownership import ForkId, RRefId, maker_of
 from backhaul._rref.registry import RRefRegistry, current_rrefs
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._types import WorkerInfo
 from backhaul._wire.callables import label_of, name_of, resolve
 from backhaul._wire.faults import foreign
 from backhaul._worker import deadlines
 from backhaul.errors import LimitError, PermissionDeniedError, SerializationError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _REFUSED = (SerializationError, LimitError, PermissionDeniedError)  # the owner did not run the function
 _OWN_ARGUMENTS = 7  # arguments of ``create`` before those of the user
 
@@ -47,16 +48,50 @@ def _extend(node: Node) -> None:
 extensions.append(_extend)
 
 
+# fmt: off
+@overload
+def remote(to: Target, func: Callable[..., LateResult[T]], args: list[Any], kwargs: Named | None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[..., T], args: list[Any], kwargs: Named | None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[*Ts], LateResult[T]], args: tuple[*Ts], kwargs: None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[], LateResult[T]], args: None = ..., kwargs: None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[[], T], args: None = ..., kwargs: None = ...,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[..., LateResult[T]], args: Positional, kwargs: Named,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[..., T], args: Positional, kwargs: Named,
+           timeout: float | None = ..., *, retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[..., LateResult[T]], *, kwargs: Named, timeout: float | None = ...,
+           retry: Retry | None = ...) -> RRef[T]: ...
+@overload
+def remote(to: Target, func: Callable[..., T], *, kwargs: Named, timeout: float | None = ...,
+           retry: Retry | None = ...) -> RRef[T]: ...
+# fmt: on
+
+
 @graph_break
 def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., T],
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    to: Target,
+    func: Callable[..., Any],
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     retry: Retry | None = None,
-) -> RRef[T]:
+) -> RRef[Any]:
     """Call ``func(*args, **kwargs)`` on another worker, where the result stays; return a reference to it at once.
 
     If making the value fails, the error is raised when the reference is used (``to_here``, its proxies, passing it on).
@@ -86,10 +121,10 @@ def remote(
 
 
 def make_remote(
-    to: str | int | WorkerInfo,
+    to: Target,
     func: Callable[..., T],
-    args: tuple[Any, ...] | list[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    args: Positional = None,
+    kwargs: Named | None = None,
     timeout: float | None = None,
     *,
     label: str | None = None,

@@ -1,13 +1,13 @@
-"""The interface through which a profiler sees what a worker does. Knows no profiler.
+"""The interface through which a profiler or a monitor sees what a worker does. Knows neither.
 
-A worker has an observer while a profile is open. The rest of the time each observed place costs one test of an
-attribute that is None.
+A worker has an observer while a profile is open or a monitor watches. The rest of the time each observed place costs
+one test of an attribute that is None.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 Sessions = tuple[int, ...]
 """Ids of the profiles that record something."""
@@ -51,11 +51,21 @@ class ServeTrace(Protocol):
         """The channel has taken the reply."""
 
 
+class ArrivedCall(Protocol):
+    """A request that has arrived, as its callee keeps it. ``function``: once the request is decoded."""
+
+    function: Any
+    trace: ServeTrace | None
+
+
 class Observer(Protocol):
     """Sees what a worker does. Its methods are short. They never block, except those that say so."""
 
     def now(self) -> int:
         """Return the time in nanoseconds."""
+
+    def arrived(self, call: ArrivedCall) -> int:
+        """A request has arrived. Returns the time. May set the trace of the call."""
 
     def call(self, mode: str, label: str, callee: int) -> CallTrace | None:
         """A call starts. May block, to ask the callee to observe too."""

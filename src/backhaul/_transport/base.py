@@ -80,6 +80,12 @@ class Channel(abc.ABC):
     names: frozenset[str] | None = None
     """The worker names in the peer's certificate; None: the peer has no certificate."""
 
+    key: str | None = None
+    """Identifies the peer's certificate, and with it the peer's private key: a hash. None: it has no certificate."""
+
+    relayed: bool = False
+    """Whether another member passes the bytes on. They are encrypted between the two ends then."""
+
     @property
     def backlog(self) -> int:
         """How many bytes wait to be sent because the peer reads too slowly."""
@@ -182,6 +188,9 @@ class Endpoint(abc.ABC):
     addresses: tuple[str, ...]
     """The addresses of this end, best first."""
 
+    key: str = ""
+    """Identifies the certificate with which this end proves itself over relayed connections; empty: it has none."""
+
     quiet: bool = True
     """Whether nothing runs but threads that wait for messages. Set by the threads that poll; see ``spin_wait``."""
 
@@ -214,6 +223,11 @@ class Endpoint(abc.ABC):
     @property
     def shm_lent(self) -> int:
         """How many slots of that shared memory the peers use."""
+        return 0
+
+    @property
+    def relayed(self) -> int:
+        """How many connections between other workers this end relays."""
         return 0
 
     def share_nothing(self) -> None:  # noqa: B027

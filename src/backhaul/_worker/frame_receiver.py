@@ -239,7 +239,8 @@ def _refuse(channel: Channel, frame: Frame) -> Task | None:
 def _close_after(channel: Channel, error: Exception) -> None:
     """Close a channel after a handler raised. The frames that came with the bad one are still handled."""
     if isinstance(error, (ProtocolError, *MALFORMED)):
-        log.warning("closing the channel to %s: %s", channel.peer, error)
+        log.warning("closing the channel to %s: %s", channel.peer, error, extra={"peer": channel.peer})
     else:
-        log.error("closing the channel to %s: a handler of its frames failed", channel.peer, exc_info=error)
+        text, fields = "closing the channel to %s: a handler of its frames failed", {"peer": channel.peer}
+        log.error(text, channel.peer, exc_info=error, extra=fields)
     channel.close()

@@ -24,6 +24,7 @@ from backhaul._runtime import interrupts, worker_patches
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.interrupts import SIGINT, getsignal
 from backhaul._runtime.observer import Observer
+from backhaul._runtime.observer_pair import of_all
 from backhaul._runtime.runtime import Runtime
 from backhaul._transport.base import Channel, Endpoint
 from backhaul._types import WorkerInfo
@@ -46,7 +47,7 @@ _entered: contextvars.ContextVar[tuple[contextvars.Token[Worker | None], ...]] =
     "backhaul_entered", default=()
 )
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
-_alive_lock = threading.Lock()  # guards _alive and _closed_last
+_alive_lock = threading.Lock()  # guards _alive, _closed_last and the observers of all workers
 _closed_last: str | None = None  # the name of the worker that was closed last, for a better error message
 _default: Worker | None = None  # the worker that is current where no other is, as the program has chosen
 _only: Worker | None = None  # ``_default`` while it is alive, else the only worker of the process, else None
@@ -84,7 +85,7 @@ class Worker:
         thread_pool: The threads that read frames and run tasks.
         receiver: Hands frames to the parts that registered for them.
         loopback: The channel to itself.
-        observer: Sees what this worker does while a profile is open, else None.
+        observer: Sees what this worker does while a profile is open or a monitor watches, else None.
         devices: The devices of this worker; a null object if it has none.
         counters: Functions that return the counters of all parts; see ``get_debug_info``.
         parts: The objects that ``attach`` has stored, by type. Read it directly on hot paths only; else call ``part``.
@@ -121,6 +122,7 @@ class Worker:
         self.loopback: Channel = Loopback(self.thread_pool, self.receiver)
         self.closed = False
         self.observer: Observer | None = None
+        self._observers: tuple[Observer, ...] = ()
         self.devices: WorkerDevices = NO_DEVICES
         self.counters: dict[str, Callable[[], int]] = {}
         self.parts: dict[type, Any] = {}
@@ -168,6 +170,19 @@ class Worker:
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """A context for code in which the calling thread waits; see ``ThreadPool.blocking``."""
         return self.thread_pool.blocking(self.observer)
+
+    def observe(self, observer: Observer) -> None:
+        """Let ``observer`` see what this worker does, beside one that does already."""
+        with _alive_lock:
+            if observer not in self._observers:
+                self._observers = (*self._observers, observer)
+            self.observer = of_all(self._observers)
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Undo ``observe``."""
+        with _alive_lock:
+            self._observers = tuple(each for each in self._observers if each is not observer)
+            self.observer = of_all(self._observers)
 
     def abandon(self) -> bool:
         """Mark the worker as closed, and free nothing. Return False if the worker was closed before."""

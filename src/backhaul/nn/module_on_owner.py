@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 

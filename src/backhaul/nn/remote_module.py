@@ -15,16 +15,18 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVarTuple, overload
 
 import torch
 from torch import nn
+from typing_extensions import ParamSpec, TypeVar
 
 from backhaul._remote_tensors.addresses import own_call
 from backhaul._remote_tensors.changes_on_owner import Changes
 from backhaul._rpc.api import rpc_sync
 from backhaul._rpc.arguments import keywords, positional
+from backhaul._rpc.call_types import Named, Positional
 from backhaul._rpc.futures import Future
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
@@ -36,18 +38,28 @@ from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
 from backhaul.nn.remote_state import RemoteState
 
-_TRAVELING = frozenset(
-    (*nn.Module().__dict__, "on", "device", "module_rref", "_methods", "_tensors", "_placed", "_norms")
-)
-"""The attributes that travel with a module."""
+Ts = TypeVarTuple("Ts")
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+Inputs = ParamSpec("Inputs", default=...)
+Output = TypeVar("Output", default=Any)
 
-_MADE_ANEW = frozenset(
-    ("on", "device", "module_rref", "_methods", "_tensors", "_placed", "_norms", "_parameters", "_buffers")
-)
+_OWN = ("on", "device", "module_rref", "_methods", "_tensors", "_placed", "_norms")
+
+_TRAVELING = frozenset((*nn.Module().__dict__, *_OWN, "__orig_class__"))
+"""The attributes that travel with a module, and one that ``typing`` sets and that need not."""
+
+_MADE_ANEW = frozenset((*_OWN, "_parameters", "_buffers"))
 """The attributes that a copy of a module gets anew."""
 
 
-class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
+class RunsForward(Protocol[P, R_co]):
+    """A module, as far as a type checker needs to know it."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors, Generic[Inputs, Output]):
     """A module on another worker. Calling it runs it there, as part of the graph.
 
     The constructor runs ``module_cls(*args, **kwargs)`` on that worker, and raises what goes wrong there. Inputs are
@@ -88,13 +100,32 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
         ([3.0, 3.0], RemoteModule(on='worker1', device='cpu'))
     """
 
+    __call__: Callable[Inputs, Output]
+
+    # fmt: off
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., RunsForward[Inputs, Output]],
+                 args: list[Any], kwargs: Named | None = ..., *, _module_interface_cls: type | None = ...) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[[*Ts], RunsForward[Inputs, Output]],
+                 args: tuple[*Ts], kwargs: None = ..., *, _module_interface_cls: type | None = ...) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[[], RunsForward[Inputs, Output]],
+                 args: None = ..., kwargs: None = ..., *, _module_interface_cls: type | None = ...) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., RunsForward[Inputs, Output]],
+                 args: Positional, kwargs: Named, *, _module_interface_cls: type | None = ...) -> None: ...
+    @overload
+    def __init__(self, remote_device: str, module_cls: Callable[..., RunsForward[Inputs, Output]], *,
+                 kwargs: Named, _module_interface_cls: type | None = ...) -> None: ...
+    # fmt: on
     @graph_break
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
-        args: tuple[Any, ...] | list[Any] | None = (),
-        kwargs: Mapping[str, Any] | None = None,
+        module_cls: Callable[..., Any],
+        args: Positional = (),
+        kwargs: Named | None = None,
         *,
         _module_interface_cls: type | None = None,
     ) -> None:
@@ -138,12 +169,12 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors):
     # Calls.
 
     @graph_break
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Output:
         """Run the module on its owner, and wait for the result."""
-        return self._run_and_wait("forward", *args, **kwargs)
+        return self._run_and_wait("forward", *args, **kwargs)  # type: ignore[no-any-return]
 
     @graph_break
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def forward_async(self, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Future[Output]:
         """Run the module on its owner; returns a future. Local hooks are not called."""
         return self._run("forward", *args, **kwargs)
 

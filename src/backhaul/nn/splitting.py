@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._rpc.api import rpc_async
 from backhaul._rpc.futures import Future

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from backhaul._autograd.torch_engine.hooks import count_own_handle
 from backhaul._remote_tensors import remote_parameter
-from backhaul._remote_tensors.module_gradients import send_changes
+from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
 from backhaul._runtime.compile_marks import graph_break

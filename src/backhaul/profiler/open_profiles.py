@@ -53,9 +53,10 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
 class _OpenProfile:
     """One profile on one worker that takes part in it."""
 
-    def __init__(self, owner: int, parent: int, settings: Settings) -> None:
+    def __init__(self, owner: int, parent: int, settings: Settings, *, whole: bool) -> None:
         self.owner = owner
         self.parent = parent  # the worker that asked this one to join
+        self.whole = whole  # everything that this worker does belongs to the profile
         self.settings = settings
         self.records = Records()
         self.joining = threading.Lock()  # held while this worker asks others to join
@@ -78,7 +79,7 @@ class OpenProfiles:
         self._lock = threading.Lock()  # guards _open, own and _threads
         self._open: dict[int, _OpenProfile] = {}
         self._threads: dict[int, str] = {}  # the threads that did something for a profile
-        self.own: Sessions = ()  # the profiles that this worker opened
+        self.own: Sessions = ()  # the profiles to which all belongs that this worker does
         node.worker.attach(self)
         node.peers.on_lost(self._on_lost)
         node.worker.on_close(self._close)
@@ -89,9 +90,21 @@ class OpenProfiles:
 
     # Joining and leaving.
 
-    def join(self, session: int, owner: int, parent: int, settings: Settings, *, local_ops: bool = True) -> None:
-        """Start recording for a profile. ``local_ops=False``: another profiler records the operations here."""
-        made = _OpenProfile(owner, parent, settings)
+    def join(
+        self,
+        session: int,
+        owner: int,
+        parent: int,
+        settings: Settings,
+        *,
+        local_ops: bool = True,
+        whole: bool = False,
+    ) -> None:
+        """Start recording for a profile. ``local_ops=False``: another profiler records the operations here. ``whole``:
+        record all that this worker does, as its owner does, and not only what it does for the profile.
+        """
+        whole = whole or owner == self.id
+        made = _OpenProfile(owner, parent, settings, whole=whole)
         with self._joining:
             if session in self._open:
                 return
@@ -99,9 +112,9 @@ class OpenProfiles:
                 made.note = kineto.process.start((session, self.id), shapes=settings.shapes, memory=settings.memory)
             with self._lock:
                 self._open[session] = made
-                if owner == self.id:
+                if whole:
                     self.own = (*self.own, session)
-                self._worker.observer = self._observer
+                self._worker.observe(self._observer)
 
     def leave(self, session: int) -> Share | None:
         """Stop recording and return the records. None if this worker does not take part in the profile."""
@@ -110,14 +123,14 @@ class OpenProfiles:
             left = self._open.pop(session, None)
             self.own = tuple(each for each in self.own if each != session)
             if not self._open:
-                self._worker.observer = None
+                self._worker.stop_observing(self._observer)
                 self._threads = {}
         if left is None:
             return None
         ops, problem = kineto.process.stop((session, self.id))
         records = left.records
         names = {thread.native_id or 0: thread.name for thread in threading.enumerate()} | threads
-        if left.owner == self.id:
+        if left.whole:
             others = {number for number, name in names.items() if self._is_of_another(name)}
             ops = [op for op in ops if op.device or op.thread not in others]
         else:
@@ -181,8 +194,13 @@ class OpenProfiles:
         peers = [peer.record.id for peer in self._node.peers if peer.channel is not None]
         self._invite(session, self._open[session], [worker for worker in peers if worker != self.id])
 
-    def _invite(self, session: int, found: _OpenProfile, workers: list[int]) -> None:
-        arguments = session, found.owner, self.id, found.settings
+    def invite_all(self, session: int) -> None:
+        """Ask all members to record everything that they do for the profile."""
+        workers = [peer.record.id for peer in self._node.peers if not peer.lost and peer is not self._node.peers.own]
+        self._invite(session, self._open[session], workers, whole=True)
+
+    def _invite(self, session: int, found: _OpenProfile, workers: list[int], *, whole: bool = False) -> None:
+        arguments = session, found.owner, self.id, found.settings, whole
         for worker in workers:
             if self._node.peers.find(worker).plain:
                 found.joined.setdefault(
@@ -263,9 +281,9 @@ def run_unprofiled(function: Callable[..., T], *args: Any) -> T:
 # Functions that other workers call.
 
 
-def join(session: int, owner: int, parent: int, settings: Settings) -> None:
+def join(session: int, owner: int, parent: int, settings: Settings, whole: bool = False) -> None:
     """Join a profile. The caller is about to send a message of the profile here."""
-    current_worker().part(OpenProfiles).join(session, owner, parent, settings)
+    current_worker().part(OpenProfiles).join(session, owner, parent, settings, whole=whole)
 
 
 def collect(session: int) -> bytes | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from backhaul._rpc.node import Node
-from backhaul._runtime.observer import CallTrace, GradientKey, ServeTrace, Sessions
+from backhaul._runtime.observer import ArrivedCall, CallTrace, GradientKey, ServeTrace, Sessions
 from backhaul.profiler.open_profiles import OpenProfiles, unprofiled
 from backhaul.profiler.records import (
     CallRecord,
@@ -52,6 +52,10 @@ class ProfileRecorder:
     @staticmethod
     def now() -> int:
         """Return the time on the clock that torch's profiler uses."""
+        return time.time_ns()
+
+    def arrived(self, call: ArrivedCall) -> int:
+        """Return the time. Whether the call belongs to a profile is in its note, see ``serve``."""
         return time.time_ns()
 
     def sessions(self) -> Sessions:

@@ -102,17 +102,29 @@ class profile:
         """Start the profile, as entering the ``with`` block does."""
         self._start(local_ops=True)
 
-    def _start(self, *, local_ops: bool) -> None:
+    def start_everywhere(self) -> None:
+        """Start the profile on all workers. It records everything that they do, whoever asks for it.
+
+        The critical path is that of the main thread of this process.
+        """
+        self._start(local_ops=True, everywhere=True)
+
+    def _start(self, *, local_ops: bool, everywhere: bool = False) -> None:
         if self._session:
             raise BackhaulError("this profile was already used; create another one with bh.profile()")
         require("backhaul.profile")
         worker = self._worker = current_worker()
         self._session = secrets.randbits(62) | 1
         self._thread = threading.get_native_id()
+        if everywhere:
+            self._thread = threading.main_thread().native_id or self._thread
         profiles = worker.part(OpenProfiles)
         profiles.join(self._session, profiles.id, profiles.id, self._settings, local_ops=local_ops)
         try:
-            profiles.invite_connected(self._session)
+            if everywhere:
+                profiles.invite_all(self._session)
+            else:
+                profiles.invite_connected(self._session)
         except BaseException:  # for example an interrupt
             profiles.leave(self._session)
             raise

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -28,6 +28,9 @@ from backhaul.ray.membership import ClusterSettings, record_of
 from backhaul.ray.placement import Resources, actor_options, make_group, resources_of
 from backhaul.ray.shipped_functions import refuse_shipped_state
 from backhaul.ray.worker_actor import BackhaulWorker, refuse_graphs
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _PROBE_SECONDS = 2.0  # for a worker to answer, before the driver asks Ray again whether the actor lives
 _RETRY_SECONDS = 0.2  # before that, unless a worker joins
@@ -62,6 +65,23 @@ class RayCluster(contextlib.AbstractContextManager["RayCluster"]):
         state = "ended" if self.driver.closed else "running"
         return f"<RayCluster '{self.name}' of {', '.join((self.driver.name, *self.actors))}; {state}>"
 
+    # fmt: off
+    @overload
+    def run(self, function: Callable[..., T], args: list[Any], kwargs: Mapping[str, Any] | None = ..., *,
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = ..., *,
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[[], T], args: tuple[()] = ..., kwargs: None = ..., *,
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[..., T], *, kwargs: Mapping[str, Any],
+            on: Sequence[str] | None = ..., timeout: float | None = ...) -> list[T]: ...
+    # fmt: on
     def run(
         self,
         function: Callable[..., Any],

@@ -38,6 +38,32 @@ def test_a_lost_peer_is_no_cause() -> None:
     assert progress.exit_status() == 128 + signal.SIGKILL
 
 
+def test_a_cause_that_is_slow_to_end_is_the_cause() -> None:
+    """Worker 1 has raised, and handlers still run there when all are told to end."""
+    progress = RunProgress(["a", "b", "c"])
+    say(progress, 2, 0.5, TRACEBACK, "OSError: handled, and logged")
+    say(progress, 1, 1.0, TRACEBACK, "ValueError: wrong")
+    say(progress, 0, 1.1, TRACEBACK, "backhaul.errors.PeerLostError: lost worker 'b'")
+    progress.on_end(0, 1, 1.2)
+    assert progress.on_time(2.0) is Order.TERMINATE
+    progress.on_end(1, -signal.SIGTERM, 2.2)
+    progress.on_end(2, -signal.SIGTERM, 2.2)
+    first = progress.first_failure()
+    assert first is progress.workers[1]
+    assert first.failure() == [TRACEBACK, "ValueError: wrong"]
+    assert progress.exit_status() == 1
+
+
+def test_a_handled_error_is_no_failure() -> None:
+    progress = RunProgress(["a", "b"])
+    say(progress, 0, 0.5, TRACEBACK, "OSError: handled, and logged")
+    progress.on_end(1, 3, 1.0)
+    progress.on_time(2.0)
+    progress.on_end(0, -signal.SIGTERM, 2.1)
+    assert progress.first_failure() is progress.workers[1]
+    assert progress.exit_status() == 3
+
+
 def test_causes_of_an_exception_belong_to_its_failure() -> None:
     progress = RunProgress(["a"])
     say(progress, 0, 1.0, TRACEBACK, "KeyError: handled, and logged")
@@ -70,6 +96,17 @@ def test_the_others_are_ended_after_a_failure_first_gently() -> None:
     assert progress.done
     assert not progress.workers[1].failed
     assert progress.exit_status() == 1
+
+
+def test_a_lost_host_says_why() -> None:
+    progress = RunProgress(["a", "b"])
+    progress.on_line(0, "step 1", is_error=False, now=1.0)
+    progress.on_host_lost(0, ["node1: no route"], 2.0)
+    progress.on_end(0, 0, 2.1)  # too late
+    first = progress.first_failure()
+    assert first is progress.workers[0]
+    assert first.failure() == ["step 1", "node1: no route"]
+    assert progress.exit_status() == 255
 
 
 def test_workers_that_end_well_let_the_others_go_on() -> None:

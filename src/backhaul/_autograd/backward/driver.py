@@ -53,7 +53,7 @@ class PassDriver:
     def run(self, seeds: Grads, timeout: float) -> None:
         """Run the pass on all workers. Return when it is over; raise if it failed."""
         observer = self._worker.observer
-        if observer is None or not self.spec.profiles:
+        if observer is None:
             self.share.start(seeds)
             self._run_until_balanced(timeout)
             return

@@ -247,6 +247,7 @@ class Attempts:
             log.warning(
                 "%s on worker '%s' failed (attempt %d of %d), trying again in %.2g s: %s",
                 *(self._label, self._to, number, self._retry.attempts, pause, error),
+                extra={"peer": str(self._to)},
             )
         elif number > 1 and isinstance(error, BackhaulError):
             error.add_note(f"{number} attempts were made, of {self._retry.attempts} allowed")

@@ -24,6 +24,7 @@ from backhaul._rpc.futures import Future
 from backhaul._rpc.interceptors import PROFILE
 from backhaul._rpc.security.policy import find_exposed
 from backhaul._runtime import interrupts, runtime
+from backhaul._runtime.observer_pair import both_traces
 from backhaul._transport.base import Channel, ChannelBrokenError, ChannelClosedError
 from backhaul._wire.call_frames import ReceivedRequest, encode_values, read_request, reply_frame
 from backhaul._wire.callables import resolve
@@ -105,7 +106,7 @@ class CallServer:
             waiting = self._waiting.setdefault(channel, set())
         waiting.add(frame.number)
         call.waiting = waiting
-        arrived = 0 if observer is None else observer.now()
+        arrived = 0 if observer is None else observer.arrived(call)
         return functools.partial(self._context.copy().run, self._run, call, frame, arrived)
 
     def _on_cancel(self, channel: Channel, frame: Frame) -> Task | None:
@@ -184,7 +185,7 @@ class CallServer:
         elif call.cancelled or call.now() > call.until:
             raise self._drop(call, name, request)
         if PROFILE in notes and (observer := self._worker.observer) is not None:
-            call.trace = observer.serve(notes[PROFILE], peer.record.id, arrived)
+            call.trace = both_traces(call.trace, observer.serve(notes[PROFILE], peer.record.id, arrived))
         try:
             function = self._find(name, call) if name else None
             tensors = request.tensors(peer.link.arrive(call.channel))
@@ -218,7 +219,8 @@ class CallServer:
         why = "was cancelled" if call.cancelled else "has no time left"
         if call.orphaned:
             why = "has lost its channel"
-        log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why)
+        fields = {"worker": worker, "peer": caller, "call": call.number}
+        log.debug("worker '%s' does not run %s: the call of worker '%s' %s", worker, name, caller, why, extra=fields)
         with self._lock:
             self.dropped += 1
         self._client.interceptors.discard(call.peer, request.notes)
@@ -338,7 +340,8 @@ class CallServer:
             else:
                 call.channel.send(frame, timeout=self._send_timeout)
         except ChannelClosedError as error:
-            log.debug("a reply was not sent: %s", error)  # the caller knows: its channel is gone too
+            fields = {"peer": call.peer.info.name, "call": call.number}
+            log.debug("a reply was not sent: %s", error, extra=fields)  # the caller knows: its channel is gone too
             if not isinstance(error, ChannelBrokenError):  # else the reply may have arrived
                 self._client.interceptors.discard(call.peer, notes)
         finally:

@@ -51,6 +51,7 @@ def settle(offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
         RendezvousError: Two workers have one name, or a worker cannot be reached from another host.
     """
     _check_names(offers)
+    _check_relays(offers)
     if not on_several_hosts(offers):
         return [offer.record for offer in offers]
     for rank, offer in enumerate(offers):
@@ -60,13 +61,33 @@ def settle(offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
                 f"{SECRET_NEEDED}",
                 worker=offer.record.name,
             )
-        if not offer.spare and not any(map(other_host, offer.record.addresses)):
+        if offer.record.listens and not _reachable(offer):
             raise RendezvousError(
                 f"the workers are on several hosts, and those on other hosts cannot reach '{offer.record.name}' (rank "
                 f"{rank}): {offer.obstacle or _listens_on(offer.record)}",
                 worker=offer.record.name,
             )
     return [_with_spare(offer) for offer in offers]
+
+
+def _reachable(offer: AddressOffer) -> bool:
+    """Whether workers on other hosts can connect to a worker."""
+    return bool(offer.spare) or any(map(other_host, offer.record.addresses))
+
+
+def _check_relays(offers: Sequence[AddressOffer]) -> None:
+    """Raise ``RendezvousError`` if a worker does not listen, and nobody does who could pass messages on to it."""
+    several = on_several_hosts(offers)
+    silent = [offer for offer in offers if not offer.record.listens and (several or not offer.record.addresses)]
+    if not silent or len(offers) < 2:
+        return
+    if not any(offer.record.listens and (_reachable(offer) or not several) for offer in offers):
+        name = silent[0].record.name
+        raise RendezvousError(
+            f"worker '{name}' has Options(listen=False), and there is no worker to which it could connect: start at "
+            "least one, better two, without listen=False on a host that all others can reach",
+            worker=name,
+        )
 
 
 def records_of(offers: Sequence[AddressOffer]) -> list[WorkerRecord]:
@@ -117,7 +138,7 @@ def neighbor_of(own: WorkerRecord, records: Sequence[WorkerRecord]) -> WorkerRec
     workers are on one host.
 
     The hosts form a ring, in the order of their first ranks. Each worker tries one worker of the next host. If all
-    hosts have equally many workers, every worker is tried once.
+    hosts have equally many workers, every worker is tried once. Workers that do not listen are not tried.
 
     Example:
         >>> def record(id, host):
@@ -128,6 +149,8 @@ def neighbor_of(own: WorkerRecord, records: Sequence[WorkerRecord]) -> WorkerRec
     """
     by_host: dict[str, list[WorkerRecord]] = {}
     for record in records:
+        if not record.listens and record.host != own.host:
+            continue
         by_host.setdefault(record.host, []).append(record)
     if len(by_host) < 2:
         return None

@@ -78,6 +78,8 @@ class Admission:
             problem = f"this is worker '{own.name}', not the '{hello.to}' that was meant"
         elif not self._certificates.allow(channel, record.name):
             problem = self._certificates.mismatch(channel, record.name)
+        elif not self._certificates.holds_key(channel, self._table.member(record.incarnation) or record):
+            problem = f"the certificate is not that of worker '{record.name}'"
         elif (known := self._peers.of(channel)) is not None and known.record.incarnation != record.incarnation:
             problem = f"this channel is that of worker '{known.info.name}'"
         else:
@@ -145,6 +147,8 @@ class Admission:
         same = record.name == rival.info.name
         if same and self._certificates.bound and channel.names is not None:
             return True  # its certificate says that it is that worker
+        if not rival.record.listens and not self.trusts_any_member:
+            return False  # a relay can make that worker seem lost, and then come under its name: ask the leader
         return bool(rival.lost) and (same or self.trusts_any_member)
 
     # Workers that others tell of.

@@ -1,14 +1,15 @@
-"""Compares the name that a worker claims with the names in the certificate at the other end of its channel."""
+"""Compares what a worker claims to be with the certificate at the other end of its channel."""
 
 from __future__ import annotations
 
 from backhaul._options import Tls
+from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._transport.base import Channel
 from backhaul._worker.worker import Worker
 
 
 class CertificateNames:
-    """One worker's rule about names in certificates."""
+    """One worker's rules about certificates and what they prove."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -24,8 +25,9 @@ class CertificateNames:
         """Whether a channel without a certificate is refused: what it claims could not be checked. Workers of one
         process have no certificates.
         """
-        listens = any(address.startswith("tcp:") for address in self._worker.endpoint.addresses)
-        return self.bound and listens and not self._security.trusted
+        endpoint = self._worker.endpoint
+        connects = bool(endpoint.key) or any(address.startswith("tcp:") for address in endpoint.addresses)
+        return self.bound and connects and not self._security.trusted
 
     def allow(self, channel: Channel, name: str) -> bool:
         """Whether the peer of a channel may be the worker ``name``."""
@@ -33,6 +35,15 @@ class CertificateNames:
             return not self._needed
         tls = self._security.tls
         return (isinstance(tls, Tls) and not tls.names) or name in channel.names
+
+    @staticmethod
+    def holds_key(channel: Channel, record: WorkerRecord) -> bool:
+        """Whether the peer of a channel has the certificate of the worker with that record, and its private key. Where
+        a member passes the bytes on, this shows that the member does not speak for that worker.
+        """
+        if channel.relayed:
+            return bool(record.key) and channel.key == record.key
+        return not record.key or channel.key is None or channel.key == record.key
 
     @staticmethod
     def mismatch(channel: Channel, name: str) -> str:

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("backhaul")
 
 
+Indirect = Callable[["Peer", float], Channel | None]
+
+
+def _no_way(peer: Peer, timeout: float) -> Channel | None:
+    raise ConnectionError("it cannot be dialed, and this worker uses no relays")
+
+
 class Members(Protocol):
     """What connections tell the table of members, and what they need of it."""
 
@@ -59,6 +66,8 @@ class Connections:
         of: ``of(channel)`` is the member at the other end, or None if it has not said hello. The bound C function of
             a dictionary, because every request asks.
         links: The device link of the member at the other end of each channel. Others only read it.
+        indirect: Opens a channel to a member that cannot be dialed, within some seconds; None: that member has opened
+            one. Raises ``ConnectionError`` or ``AuthenticationError``. ``Relaying`` sets it.
     """
 
     of: Callable[[Channel], Peer | None]
@@ -78,6 +87,7 @@ class Connections:
         self.on_lost: Listeners[[Peer, Channel, str], None] = Listeners()  # of a channel to a known worker, and why
         self.on_channel: Listeners[[Channel], None] = Listeners()  # a new channel to a worker; must not block
         self.on_silent: Listeners[[Peer], None] = Listeners()  # no channel is left to a silent peer; must not block
+        self.indirect: Indirect = _no_way
         self._reconnecting = Reconnecting(worker, self._connect, lambda: self.answer_seconds)
         self.of = self._by_channel.get
         worker.on_frame(Kind.REFUSE, self._on_refuse, check=before_hello)
@@ -131,20 +141,24 @@ class Connections:
             attempts.lock.release()
 
     def _open(self, peer: Peer, timeout: float) -> Channel:
-        name, address = peer.info.name, self._address_of(peer.record)
+        name = peer.info.name
+        address = self._address_of(peer.record)
         if peer.gone:
             raise PeerLostError(f"lost worker '{name}': it {peer.gone}", worker=name, reason=peer.gone)
         if self._closed:
             raise _unreachable(peer, "this worker is closed")
         try:
-            channel = self._worker.endpoint.connect(address, timeout=timeout)
+            channel = self._dial(peer, address, timeout)
+            if channel is None:
+                return self._opened_by(peer)
             if not self.certificates.allow(channel, name):
                 channel.close()
                 raise AuthenticationError(self.certificates.mismatch(channel, name))
             self.adopt(channel, peer)
             channel.send(self.hello_to(peer.record))
         except AuthenticationError as error:
-            raise AuthenticationError(f"cannot talk to worker '{name}' at {address}: {error}", worker=name) from None
+            where = address or "the other end of a relay"
+            raise AuthenticationError(f"cannot talk to worker '{name}' at {where}: {error}", worker=name) from None
         except (ConnectionError, ChannelClosedError) as error:
             self._members.lose(peer, str(error))
             raise _unreachable(peer, str(error)) from error
@@ -157,9 +171,27 @@ class Connections:
             self._announce(channel, peer)
         return channel
 
-    def _address_of(self, record: WorkerRecord) -> str:
+    def _dial(self, peer: Peer, address: str | None, timeout: float) -> Channel | None:
+        """None: the peer has opened a channel itself."""
+        if address is None:
+            return self.indirect(peer, timeout)
+        return self._worker.endpoint.connect(address, timeout=timeout)
+
+    @staticmethod
+    def _opened_by(peer: Peer) -> Channel:
+        channel = peer.channel
+        if channel is None:
+            raise ConnectionError("the channel that it has opened was lost at once")
+        return channel
+
+    def reaches(self, record: WorkerRecord) -> bool:
+        """Whether there is a way to a worker, if it is alive."""
+        return not record.listens or choose(record, self._own.host) is not None
+
+    def _address_of(self, record: WorkerRecord) -> str | None:
+        """Where to connect to a worker; None: it is reached through others."""
         address = choose(record, self._own.host)
-        if address is not None:
+        if address is not None or not record.listens:
             return address
         raise PeerLostError(
             f"worker '{record.name}' is on another host but listens only on its own; start it with Options(bind=...)",
@@ -227,7 +259,7 @@ class Connections:
     @staticmethod
     def refuse(channel: Channel, name: str, problem: str) -> None:
         """Tell a worker why it is not accepted, and close its channel."""
-        log.warning("refused %.130r at %s: %s", name, channel.peer, problem)
+        log.warning("refused %.130r at %s: %s", name, channel.peer, problem, extra={"peer": name})
         try:
             channel.send(Frame(Kind.REFUSE, 0, pack(Refuse(problem))), timeout=0)
         except ChannelClosedError:
@@ -236,7 +268,8 @@ class Connections:
 
     def _on_refuse(self, channel: Channel, frame: Frame) -> None:
         reason = unpack(frame.body, Refuse).reason
-        log.warning("%s refused this worker: %s", channel.peer, reason)
+        fields = {"worker": self._own.name, "peer": channel.peer}
+        log.warning("%s refused this worker: %s", channel.peer, reason, extra=fields)
         with self._lock:
             if channel in self._by_channel:
                 self._refusals[channel] = f"refused: {reason}"

@@ -74,11 +74,12 @@ class Enrollment:
         certificates = self._peers.connections.certificates
         answer: WorkerRecord | Welcome | Refuse = Refuse("the leader failed to answer", later=True)
         try:
-            answer = (
-                self._consider(record)
-                if certificates.allow(channel, record.name)
-                else Refuse(certificates.mismatch(channel, record.name))
-            )
+            if not certificates.allow(channel, record.name):
+                answer = Refuse(certificates.mismatch(channel, record.name))
+            elif not certificates.holds_key(channel, record):
+                answer = Refuse(f"the certificate is not that of worker '{record.name}'")
+            else:
+                answer = self._consider(record)
         finally:
             with self._lock:
                 self._asking.discard(channel)
@@ -90,8 +91,12 @@ class Enrollment:
                 self._tell_all()
             return
         if isinstance(answer, Refuse):
-            log.warning("refused to let %.130r join: %s", record.name, answer.reason)
+            log.warning("refused to let %.130r join: %s", record.name, answer.reason, extra=self._fields(record.name))
         self._send(channel, answer)
+
+    def _fields(self, peer: str) -> dict[str, str]:
+        """The fields of a log record about a peer."""
+        return {"worker": self._worker.name, "peer": peer}
 
     @staticmethod
     def _send(channel: Channel, answer: Welcome | Refuse) -> None:
@@ -202,13 +207,20 @@ class Enrollment:
         """A member says that it has enrolled joiners. Returns whether all of them are members here now."""
         with self._worker.thread_pool.blocking():
             if not self._membership.believes(caller):
-                log.warning("ignored worker '%s', which announced a joiner and is not the leader", caller.info.name)
+                name = caller.info.name
+                log.warning(
+                    "ignored worker '%s', which announced a joiner and is not the leader",
+                    name,
+                    extra=self._fields(name),
+                )
                 return False
         admitted = True
         for record in records:
             if flaw := self._admission.expect(record, by=caller.record):
                 log.warning(
-                    "worker '%s' announced a joiner with a record that is not valid: %s", caller.info.name, flaw
+                    "worker '%s' announced a joiner with a record that is not valid: %s",
+                    *(caller.info.name, flaw),
+                    extra=self._fields(caller.info.name),
                 )
             admitted &= not flaw and self._admission.trusts_any_member and self._admission.learn(record) is not None
         return admitted

@@ -1,7 +1,7 @@
 """What a member does about other members: finds the leader, tests whether a worker is alive, introduces itself, and
 investigates a worker that claims another member's place.
 
-The leader is the member with the lowest id that can be reached.
+The leader is the member with the lowest id that can be reached, of those that listen if there are any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from backhaul._rpc.cluster.admission import Admission
 from backhaul._rpc.cluster.internal_calls import InternalCalls
 from backhaul._rpc.cluster.joining import Enrolled
-from backhaul._rpc.cluster.membership_table import WorkerRecord, choose
+from backhaul._rpc.cluster.membership_table import WorkerRecord
 from backhaul._rpc.cluster.peers import Peer, Peers
 from backhaul._rpc.security.policy import internal
 from backhaul._wire.messages import pack, unpack
@@ -46,7 +46,7 @@ class Membership:
     # The leader.
 
     def leader(self) -> Peer:
-        """The member with the lowest id that can be reached. May take as long as it takes to connect."""
+        """The first member, by seniority, that can be reached. May take as long as it takes to connect."""
         for peer in self._peers:
             if peer is self._peers.own or self._reachable(peer):
                 return peer
@@ -144,7 +144,7 @@ class Membership:
 
     def introduce_to(self, peer: Peer, timeout: float) -> str | None:
         """Say hello to a member. Returns the reason if it refuses; None if it accepts or cannot be reached."""
-        if choose(peer.record, self._peers.own.record.host) is None:
+        if not self._peers.connections.reaches(peer.record):
             return None  # it cannot be reached from this host
         now, refusal = self._worker.runtime.now, None
         deadline = now() + min(timeout, _REFUSED_SECONDS)

@@ -76,7 +76,11 @@ class MembershipEvents:
                 return  # the callbacks know already
             what = "lost"
         kind: Literal["joined", "left", "lost"] = what  # type: ignore[assignment]
-        log.info("worker '%s' has %s: %s", peer.info.name, "been lost" if what == "lost" else what, reason)
+        log.info(
+            "worker '%s' has %s: %s",
+            *(peer.info.name, "been lost" if what == "lost" else what, reason),
+            extra={"worker": self._worker.name, "peer": peer.info.name},
+        )
         if not self._callbacks:
             return
         with self._lock:

@@ -46,11 +46,18 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     bounds: Bounds | None = None  # what it accepts in one message, beside ``limit``; None: anything
     seal: str = ""  # others check by it the proof that it has left, see ``departure``
     forms: tuple[str, ...] = ()  # of compressed tensors that it reads, see ``_wire.tensors.buffer_forms``
+    listens: bool = True  # whether workers of other hosts may connect to it
+    key: str = ""  # of its certificate, see ``Channel.key``; only of workers that do not listen
 
     @property
     def info(self) -> WorkerInfo:
         """Its name and id."""
         return WorkerInfo(self.name, WorkerId(self.id))
+
+    @property
+    def seniority(self) -> tuple[bool, int]:
+        """The member with the lowest is the leader: joiners have to connect to it, so it is one that listens."""
+        return not self.listens, self.id
 
     def has_left(self, proof: str) -> bool:
         """Whether ``proof`` is the secret that this worker tells when it leaves. Nobody else knows it before."""
@@ -234,7 +241,7 @@ class MembershipTable:
         """
         senior = self._by_incarnation.get(self._vouchers.get(rival.incarnation, ""))
         junior = self._by_incarnation.get(leader)
-        return senior is None or (junior is not None and junior.id <= senior.id)
+        return senior is None or (junior is not None and junior.seniority <= senior.seniority)
 
     def overrule(self, rival: WorkerRecord, record: WorkerRecord) -> None:
         """The leader has another worker in the place of a member."""

@@ -76,7 +76,9 @@ def meets_other_hosts(store: Store) -> bool:
 
 
 def _given_address(options: Options, towards: str | None) -> ListenAddress | None:
-    """Where to listen by TCP whatever the hosts of the others are; None: the options do not say."""
+    """Where to listen by TCP whatever the hosts of the others are; None: the options do not say, or it does not."""
+    if not options.listen:
+        return None
     if options.bind is not None or options.advertise is not None:
         return listen_address(options.bind, options.advertise, towards)
     return listen_address("127.0.0.1") if options.tcp_only else None
@@ -112,11 +114,13 @@ class OwnEndpoint:
     ) -> None:
         self._name, self._secret, self._options = name, secret, options
         self._own_secret = own_secret
+        self._made: Credentials | None = None
         self._spare: TcpListener | None = None
         self._obstacle = ""
         given = _given_address(options, towards)
         with contextlib.ExitStack() as made:
-            if options.bind is None and options.advertise is None and (several_hosts is not False or joiners):
+            searches = options.listen and options.bind is None and options.advertise is None
+            if searches and (several_hosts is not False or joiners):
                 self._reserve(towards)
                 if several_hosts and self._spare is None:
                     why = self._obstacle or f"it has no secret of yours; {SECRET_NEEDED}"
@@ -135,12 +139,16 @@ class OwnEndpoint:
                 limit=options.limits.frame_bytes,
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
+                relayed=options.limits.relayed,
             )
             made.callback(self.endpoint.close)
             self.endpoint.use_tcp(listener, credentials)
+            if not options.listen:
+                check_strength(secret)
+                self.endpoint.use_relays(self._own_credentials())
             if several_hosts:
-                self._use_spare()
-            elif joiners:
+                self._face_hosts()
+            elif joiners and options.listen:
                 self._await_joiners()
             made.pop_all()
 
@@ -157,12 +165,19 @@ class OwnEndpoint:
     def _credentials(self, *, beyond_loopback: bool) -> Credentials | None:
         security = self._options.security
         if isinstance(security.tls, Tls):
-            return Credentials(security.tls)
+            return self._own_credentials()
         if security.tls is None and (security.allow_plain or not beyond_loopback):
             return None
         if beyond_loopback:
             check_strength(self._secret)
-        return Credentials(issue(self._secret, self._name))
+        return self._own_credentials()
+
+    def _own_credentials(self) -> Credentials:
+        """One certificate for all connections: the record of a worker that does not listen names it."""
+        if self._made is None:
+            tls = self._options.security.tls
+            self._made = Credentials(tls if isinstance(tls, Tls) else issue(self._secret, self._name))
+        return self._made
 
     def offer(self, record: WorkerRecord) -> AddressOffer:
         """What this worker brings to the rendezvous."""
@@ -173,19 +188,20 @@ class OwnEndpoint:
         """Listen where the others will look for this worker; return the records of all. Raises ``RendezvousError``."""
         records = settle(offers)
         if on_several_hosts(offers):
-            self._use_spare()
+            self._face_hosts()
         elif self._spare is not None:
             self._spare.close()
         return records
 
-    def _use_spare(self) -> None:
-        if self._spare is not None:
+    def _face_hosts(self) -> None:
+        """There are workers on other hosts: connect to them, and let them connect if the options do not say how."""
+        if self._spare is not None or not self._options.listen:
             self.endpoint.use_tcp(self._spare, self._credentials(beyond_loopback=True))
             self._spare = None
 
     def _await_joiners(self) -> None:
         try:
-            self._use_spare()
+            self._face_hosts()
         except ValueError as error:  # the secret is too short
             self._obstacle = str(error)
             if self._spare is not None:

@@ -162,8 +162,9 @@ class Peers:
     # Finding members.
 
     def __iter__(self) -> Iterator[Peer]:
+        """By seniority: by id, and those that do not listen last."""
         with self._lock:
-            return iter(sorted(self._by_id.values(), key=lambda peer: peer.record.id))
+            return iter(sorted(self._by_id.values(), key=lambda peer: peer.record.seniority))
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """The worker that ``to`` names. Raises ``UnknownWorkerError``."""

@@ -212,7 +212,8 @@ class Heartbeats:
             watch = watches.pop(channel, None)  # None: the channel was lost just now
             if watch is not None:
                 lost.add(watch.peer)
-                log.warning("worker '%s' is lost: no sign of life for %.1f s", watch.peer.info.name, silence)
+                name = watch.peer.info.name
+                log.warning("worker '%s' is lost: no sign of life for %.1f s", name, silence, extra=self._fields(name))
                 limit = self._worker.options.liveness.lost_after
                 reason = f"no sign of life for {silence:.1f} s (lost_after={limit:g})"
                 self._peers.connections.give_up(channel, reason)
@@ -237,11 +238,18 @@ class Heartbeats:
             self._note_suspicions(silences, lost)
             self._suspicious = bool(report.suspected)
 
+    def _fields(self, peer: str) -> dict[str, str]:
+        """The fields of a log record about a peer."""
+        return {"worker": self._worker.name, "peer": peer}
+
     def _note_suspicions(self, silences: dict[Peer, float], lost: set[Peer]) -> None:
         for peer in dict.fromkeys(watch.peer for watch in list(self._watches.values())):
             silence = silences.get(peer, 0.0)
             if silence and not peer.suspicion:
-                log.warning("worker '%s' is suspected: no sign of life for %.1f s", peer.info.name, silence)
+                name = peer.info.name
+                log.warning(
+                    "worker '%s' is suspected: no sign of life for %.1f s", name, silence, extra=self._fields(name)
+                )
             elif peer.suspicion and not silence and peer not in lost:
-                log.warning("worker '%s' is alive after all", peer.info.name)
+                log.warning("worker '%s' is alive after all", peer.info.name, extra=self._fields(peer.info.name))
             peer.suspicion = f"no sign of life for {silence:.1f} s" if silence else ""

@@ -146,7 +146,8 @@ class UntrustedServer(CallServer):
         return functools.partial(self._refuse, answer, error)
 
     def _refuse(self, answer: ServedCall, error: BackhaulError) -> None:
-        log.info("refused a call of %s: %s", answer.channel.peer, error)
+        fields = {"worker": self._worker.name, "peer": answer.peer.info.name, "call": answer.number}
+        log.info("refused a call of %s: %s", answer.channel.peer, error, extra=fields)
         self._reply_fault(answer, error)
 
     def _find(self, name: str, answer: ServedCall) -> Callable[..., Any]:
@@ -163,7 +164,8 @@ class UntrustedServer(CallServer):
         finally:
             self._give_back(answer)
         if channel.backlog > _MAX_ASIDE:
-            log.warning("closing the channel to %s: it does not read its replies", channel.peer)
+            fields = {"worker": self._worker.name, "peer": answer.peer.info.name}
+            log.warning("closing the channel to %s: it does not read its replies", channel.peer, extra=fields)
             channel.close()
 
     def _reply_with_future(self, answer: ServedCall, done: torch.futures.Future[Any]) -> None:

@@ -1,6 +1,6 @@
 """Graceful shutdown of the whole cluster: exchanges the messages that ``termination`` asks for.
 
-The leader is the member with the lowest id that can be reached. All members tell it that they are ready; it asks for
+The leader is the first member by seniority that can be reached. All members tell it that they are ready; it asks for
 tallies until nothing is under way anywhere, and then allows all of them to exit.
 """
 
@@ -97,7 +97,7 @@ class GracefulShutdown:
         # In this order: a thread that hears of a joiner compares it with _leader. So one of the two threads sees what
         # the other has done.
         self._leader = leader.record.id
-        lower = [peer for peer in self._peers if peer.record.id < leader.record.id]
+        lower = [peer for peer in self._peers if peer.record.seniority < leader.record.seniority]
         if any(tried.get(peer.record.id) is not peer for peer in lower):
             self._report(deadline)  # another worker has come in the place of one that could not be reached
             return
@@ -113,7 +113,7 @@ class GracefulShutdown:
         self._send(self._peers.own, Frame(Kind.READY), deadline)
 
     def _find_leader(self, tried: dict[int, Peer], deadline: float) -> Peer:
-        """The member with the lowest id that can be reached, or that did not answer: such a member may still come."""
+        """The first member by seniority that can be reached, or that did not answer: such a member may still come."""
         for peer in self._peers:
             if peer is self._peers.own:
                 break
@@ -145,8 +145,9 @@ class GracefulShutdown:
                 if not self._detector.over:
                     self._detector.joined(member)
                     self._present.add(member)
-                leader = self._leader
-            if self._peers.shutting_down and leader is not None and member < leader and not self._may_exit.opened:
+                leader = None if self._leader is None else self._peers.with_id(self._leader)
+            senior = leader is not None and peer.record.seniority < leader.record.seniority
+            if self._peers.shutting_down and senior and not self._may_exit.opened:
                 self._report_again()  # other members may have heard of it earlier, and report to it
         elif what in ("left", "replaced"):
             with self._lock:
@@ -187,7 +188,8 @@ class GracefulShutdown:
 
     def _on_gone(self, member: int, reason: str) -> None:
         if self._leader == member and not self._may_exit.wait(0):
-            log.warning("worker '%s' is gone (%s): not waiting for the others", self._names[member], reason)
+            name = self._names[member]
+            log.warning("worker '%s' is gone (%s): not waiting for the others", name, reason, extra={"peer": name})
             if not reason.startswith(_REFUSED):
                 with self._lock:
                     self.lost.add(self._names[member], reason, leader=True)
@@ -205,7 +207,8 @@ class GracefulShutdown:
             if not self._present:
                 self._alone.open()
         if early:
-            log.warning("worker '%s' is gone before everyone was done: %s", self._names[member], reason)
+            name = self._names[member]
+            log.warning("worker '%s' is gone before everyone was done: %s", name, reason, extra={"peer": name})
         self._carry_out(instruction)
 
     # Frames.

@@ -1,4 +1,4 @@
-"""Detects that all workers are done. Pure logic of a graceful shutdown, as the leader (the lowest id) sees it.
+"""Detects that all workers are done. Pure logic of a graceful shutdown, as the leader (the first by seniority) sees it.
 
 1. Every worker says READY when its program has called ``shutdown``.
 2. When all are ready, the leader asks for a tally of calls sent and served. Each worker answers when it is idle.

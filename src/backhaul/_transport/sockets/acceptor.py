@@ -15,7 +15,12 @@ from collections.abc import Callable
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
 from backhaul._transport.sockets.epoll_set import EpollSet
-from backhaul._transport.sockets.pending_connections import PendingConnection, TlsPendingConnection
+from backhaul._transport.sockets.pending_connections import (
+    PendingConnection,
+    RelayedPendingConnection,
+    TlsPendingConnection,
+)
+from backhaul._transport.sockets.relay import Relay
 from backhaul._transport.sockets.tcp_listener import TcpListener
 from backhaul._transport.sockets.tls import Credentials
 
@@ -37,6 +42,7 @@ class Acceptor:
     Args:
         descriptors: The epoll set of the endpoint.
         secret: What peers must know.
+        relay: What takes the legs of relayed connections.
         accepted: Called with each connection that has proven itself, after it has left the epoll set.
     """
 
@@ -44,9 +50,11 @@ class Acceptor:
         self,
         descriptors: EpollSet,
         secret: bytes,
+        relay: Relay,
         accepted: Callable[[PendingConnection], None],
     ) -> None:
         self.secret = secret
+        self.relay = relay
         self.descriptors = descriptors
         self.pending: dict[int, PendingConnection] = {}
         self._credentials: Credentials | None = None
@@ -81,11 +89,7 @@ class Acceptor:
                 sock, where = listener.accept()
                 sock.setblocking(False)
                 tune(sock)
-                pending = self._make_pending(sock, _show_peer(sock, where))
-                with self._lock:
-                    self.pending[pending.fd] = pending
-                self._drop_late()
-                self.descriptors.watch(pending.fd, pending.read, select.EPOLLIN)
+                self._await_proof(self._make_pending(sock, _show_peer(sock, where)))
         except BlockingIOError:
             pass
         except OSError as error:  # too many open descriptors, for example
@@ -95,6 +99,16 @@ class Acceptor:
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
             return
         self.descriptors.arm(listener.fileno(), select.EPOLLIN)
+
+    def take(self, sock: socket.socket, peer: str, credentials: Credentials) -> None:
+        """Accept what the other end of a relayed connection begins: TLS, whatever this worker's ports take."""
+        self._await_proof(RelayedPendingConnection(self, sock, peer, credentials))
+
+    def _await_proof(self, pending: PendingConnection) -> None:
+        with self._lock:
+            self.pending[pending.fd] = pending
+        self._drop_late()
+        self.descriptors.watch(pending.fd, pending.read, select.EPOLLIN)
 
     def _make_pending(self, sock: socket.socket, peer: str) -> PendingConnection:
         if self._credentials is None or sock.family == socket.AF_UNIX:
@@ -134,7 +148,10 @@ class Acceptor:
                 return  # the endpoint was closed
             del self.pending[pending.fd]
         self.descriptors.forget(pending.fd)
-        self._accepted(pending)
+        if pending.leg is not None:
+            self.relay.take(pending.sock, pending.leg)
+        else:
+            self._accepted(pending)
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a connection that did not prove itself."""

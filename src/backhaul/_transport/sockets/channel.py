@@ -234,7 +234,7 @@ class SocketChannel(Channel):
         except BlockingIOError:
             return None
         except ProtocolError as error:
-            log.warning("closing the channel to %s: %s", self.peer, error)
+            log.warning("closing the channel to %s: %s", self.peer, error, extra={"peer": self.peer})
             return self._lose(f"malformed input: {error}")
         except OSError as error:
             return self._lose(os.strerror(error.errno or 0))

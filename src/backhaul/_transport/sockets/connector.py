@@ -13,6 +13,7 @@ from backhaul._transport.base import ConnectTimeoutError
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.handshake import ClientHandshake
 from backhaul._transport.sockets.interfaces import interfaces
+from backhaul._transport.sockets.relay_legs import Leg, LegHandshake
 from backhaul._transport.sockets.tls import Credentials, explain
 from backhaul.errors import AuthenticationError
 
@@ -57,24 +58,40 @@ class Connector:
             ConnectionError: Nothing listens there; ``ConnectTimeoutError`` if there was no answer in time.
             AuthenticationError: One side does not know the other's secret, or does not accept its certificate.
         """
-        family, where = addresses.parse(address)
+        plain = addresses.parse(address)[0] == socket.AF_UNIX
+        return self._connect(address, timeout, None, None if plain else self.credentials)
+
+    def connect_through(self, address: str, leg: Leg, credentials: Credentials, timeout: float) -> socket.socket:
+        """As ``connect``, to the other end of a relayed connection. The relay listens at ``address``."""
+        return self._connect(address, timeout, leg, credentials)
+
+    def open_leg(self, address: str, leg: Leg, timeout: float) -> socket.socket:
+        """Open a leg to the relay that listens at ``address``, and wait for the other end, which then begins. The
+        socket does not block. Raises ``ConnectionError``.
+        """
         deadline = time.monotonic() + timeout
-        if isinstance(where, tuple) and addresses.is_link_local(where[0]):
-            where = self._localize(where)
-        sock = _open(family, where, timeout, address)
+        sock = self._open(address, timeout)
         try:
-            tune(sock)
-            credentials = self.credentials
-            if credentials is not None and family != socket.AF_UNIX:
-                sock = credentials.connect(sock)
-            handshake = ClientHandshake(self._secret)
-            sock.sendall(handshake.start())
-            while not handshake.done:
+            _converse(sock, LegHandshake(leg), address, deadline)
+            sock.setblocking(False)
+            return sock
+        except TimeoutError as error:
+            sock.close()
+            raise _timed_out(address, timeout) from error
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connect(self, address: str, timeout: float, leg: Leg | None, credentials: Credentials | None) -> socket.socket:
+        deadline = time.monotonic() + timeout
+        sock = self._open(address, timeout)
+        try:
+            if leg is not None:
+                _converse(sock, LegHandshake(leg), address, deadline)
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                data = _recv(sock, handshake.wanted)
-                if not data:
-                    raise ConnectionResetError(f"{address} closed the connection during the handshake")
-                sock.sendall(handshake.feed(data))
+            if credentials is not None:
+                sock = credentials.connect(sock)
+            _converse(sock, ClientHandshake(self._secret), address, deadline)
             sock.setblocking(False)
             return sock
         except TimeoutError as error:
@@ -87,12 +104,31 @@ class Connector:
             sock.close()
             raise
 
+    def _open(self, address: str, timeout: float) -> socket.socket:
+        family, where = addresses.parse(address)
+        if isinstance(where, tuple) and addresses.is_link_local(where[0]):
+            where = self._localize(where)
+        sock = _open(family, where, timeout, address)
+        tune(sock)
+        return sock
+
     def _localize(self, where: tuple[str, int]) -> tuple[str, int]:
         there = [each.name for each in interfaces() if any(map(addresses.is_link_local, each.addresses))]
         try:
             return addresses.localize(where[0], self.scope, there), where[1]
         except ValueError as error:
             raise ConnectionError(str(error)) from error
+
+
+def _converse(sock: socket.socket, handshake: ClientHandshake | LegHandshake, address: str, deadline: float) -> None:
+    """Do a handshake. Raises what the handshake and the socket raise."""
+    sock.sendall(handshake.start())
+    while not handshake.done:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = _recv(sock, handshake.wanted)
+        if not data:
+            raise ConnectionResetError(f"{address} closed the connection during the handshake")
+        sock.sendall(handshake.feed(data))
 
 
 def _timed_out(address: str, timeout: float) -> ConnectTimeoutError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 import ssl
 import threading
 import time
@@ -23,6 +24,8 @@ from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.connector import Connector
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.pending_connections import PendingConnection
+from backhaul._transport.sockets.relay import Relay
+from backhaul._transport.sockets.relay_legs import Leg
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tcp_listener import TcpListener, listen_address
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
@@ -56,6 +59,10 @@ class SocketEndpoint(Endpoint):
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
         credentials: What this worker proves itself with over TCP, which is then TLS. See also ``use_tcp``.
         spin: How long threads may spin, see ``Options.spin``.
+        relayed: How many connections this worker relays for others at most.
+
+    Attributes:
+        relay: The connections that this worker relays for others.
     """
 
     def __init__(
@@ -69,8 +76,10 @@ class SocketEndpoint(Endpoint):
         shm_bytes: int | None = None,
         credentials: Credentials | None = None,
         spin: float | Literal["auto"] = "auto",
+        relayed: int = 256,
     ) -> None:
         self.limit = limit
+        self.secret = secret
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self._signal_wait = SignalWait(self.spin_limit)
@@ -86,7 +95,9 @@ class SocketEndpoint(Endpoint):
         self.unflushed: set[SocketChannel] = set()
         self.parked: set[SocketChannel] = set()
         self._flush_timer = self.descriptors.add_timer(self._go_on)
-        self._acceptor = Acceptor(self.descriptors, secret, self._accepted)
+        self.relay = Relay(self.descriptors, relayed)
+        self._relayed_credentials: Credentials | None = None
+        self._acceptor = Acceptor(self.descriptors, secret, self.relay, self._accepted)
         self._connector = Connector(secret)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
         self._lock = threading.Lock()  # guards the two below
@@ -110,6 +121,11 @@ class SocketEndpoint(Endpoint):
             self._connector.scope = listener.where.interface
             kept = (address for address in self.addresses if not address.startswith("tcp:"))
             self.addresses = (*kept, self._acceptor.listen_tcp(listener, credentials))
+
+    def use_relays(self, credentials: Credentials) -> None:
+        """Reach other workers through relays too, and prove itself to them with these credentials."""
+        self._relayed_credentials = credentials
+        self.key = credentials.key
 
     def poll(self, timeout: float | None) -> Event | None:
         if self._acceptor.paused:
@@ -228,6 +244,10 @@ class SocketEndpoint(Endpoint):
             channels = list(self._channels.values())
         return sum(channel.slots_lent for channel in channels)
 
+    @property
+    def relayed(self) -> int:
+        return self.relay.carried
+
     def share_nothing(self) -> None:
         self.budget = Budget(0)
 
@@ -237,17 +257,46 @@ class SocketEndpoint(Endpoint):
     # Channels.
 
     def connect(self, address: str, *, timeout: float) -> Channel:
+        self._check_open(address)
+        return self._make_channel(self._connector.connect(address, timeout), address, relayed=False)
+
+    def connect_through(self, address: str, leg: Leg, *, timeout: float) -> Channel:
+        """As ``connect``, to the other end of a relayed connection. The relay listens at ``address``."""
+        sock = self._connector.connect_through(address, leg, self._for_relays(address), timeout)
+        return self._make_channel(sock, f"relayed by {address}", relayed=True)
+
+    def accept_through(self, address: str, leg: Leg, *, timeout: float) -> None:
+        """Wait for the other end of a relayed connection, and accept what it begins as from a port of this worker. The
+        relay listens at ``address``. Raises ``ConnectionError``.
+        """
+        credentials = self._for_relays(address)
+        sock = self._connector.open_leg(address, leg, timeout)
+        try:
+            self._acceptor.take(sock, f"relayed by {address}", credentials)
+        except (OSError, ValueError) as error:  # the endpoint is being closed
+            sock.close()
+            raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed") from error
+
+    def _for_relays(self, address: str) -> Credentials:
+        self._check_open(address)
+        if self._relayed_credentials is None:
+            raise ConnectionRefusedError("this worker uses no relays")
+        return self._relayed_credentials
+
+    def _check_open(self, address: str) -> None:
         if self._closed:
             raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed")
-        sock = self._connector.connect(address, timeout)
+
+    def _make_channel(self, sock: socket.socket, peer: str, *, relayed: bool) -> Channel:
         try:
             channel = (
-                TlsChannel(self, TlsSocket(sock), address)
+                TlsChannel(self, TlsSocket(sock), peer)
                 if isinstance(sock, ssl.SSLSocket)
-                else SocketChannel(self, sock, address)
+                else SocketChannel(self, sock, peer)
             )
+            channel.relayed = relayed
             if not self._adopt(channel):
-                raise ConnectionAbortedError(f"cannot connect to {address}: this worker is closed")
+                raise ConnectionAbortedError(f"cannot connect to {peer}: this worker is closed")
             return channel
         except BaseException:
             sock.close()
@@ -280,6 +329,7 @@ class SocketEndpoint(Endpoint):
             self._closed = True
             channels = list(self._channels.values())
         self._acceptor.close()
+        self.relay.close()
         for channel in channels:
             channel.close()
             channel.free()
@@ -289,6 +339,7 @@ class SocketEndpoint(Endpoint):
         self._lock = threading.Lock()
         self._closed = True
         self._acceptor.sever()
+        self.relay.sever()
         for channel in self._channels.values():
             channel.sever()
         self.descriptors.sever()

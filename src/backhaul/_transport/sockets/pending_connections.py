@@ -13,6 +13,8 @@ from typing import Protocol, cast
 from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.handshake import ServerHandshake
+from backhaul._transport.sockets.relay import Relay
+from backhaul._transport.sockets.relay_legs import RelayHandshake, begins_leg
 from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
 from backhaul.errors import AuthenticationError
 
@@ -27,6 +29,7 @@ class PendingOwner(Protocol):
 
     secret: bytes
     descriptors: EpollSet
+    relay: Relay
 
     def admit(self, pending: PendingConnection) -> None:
         """The connection has proven itself."""
@@ -58,10 +61,16 @@ class PendingConnection:
         self.since = time.monotonic()
         self.heard = False
         self._owner = owner
-        self._handshake = ServerHandshake(owner.secret)
+        self._handshake: ServerHandshake | RelayHandshake = ServerHandshake(owner.secret)
+        self._begun = False  # the first byte has come, which tells what the peer wants
         self._ignored = 0  # how often bytes were discarded since the peer was refused; 0: it was not
         self._reading = threading.Lock()  # held by the thread that reads
         self._over = False  # it has become a channel, or was dropped
+
+    @property
+    def leg(self) -> RelayHandshake | None:
+        """Set if this connection, which has proven itself, is not for this worker but a leg of a relayed one."""
+        return self._handshake if isinstance(self._handshake, RelayHandshake) else None
 
     def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
         """Make the channel that a connection becomes once it has proven itself."""
@@ -90,7 +99,9 @@ class PendingConnection:
         if self._ignored:
             return self._ignore()
         try:
-            awaited = self._agree()
+            if not self._begun:
+                self._look()
+            awaited = 0 if self.leg is not None else self._agree()
             if awaited:
                 return awaited
             self._read()
@@ -101,13 +112,23 @@ class PendingConnection:
         except AuthenticationError as error:
             return self._refuse(str(error), self._handshake.last_word)
         except OSError as error:
-            log.warning("refused a connection from %s: %s", self.peer, error.strerror or error)
+            reason = error.strerror or error
+            log.warning("refused a connection from %s: %s", self.peer, reason, extra={"peer": self.peer})
             return self._drop()
         if not self._handshake.done:
             return select.EPOLLIN
         self._over = True
         self._owner.admit(self)
         return 0
+
+    def _look(self) -> None:
+        """Look at the first byte without reading it."""
+        first = self.sock.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise ConnectionResetError("closed before it was authenticated")
+        self._begun = True
+        if begins_leg(first):
+            self._handshake = self._owner.relay.handshake()
 
     def _agree(self) -> int:
         """Returns what to wait for before the handshake of the secret can be read; 0: nothing."""
@@ -126,7 +147,7 @@ class PendingConnection:
         """Tell the peer why, and wait until the peer closes. If this side closed first while bytes of the peer arrive,
         the kernel would drop what was told. The connection stays pending, and is dropped when its time is over.
         """
-        log.warning("refused a connection from %s: %s", self.peer, reason)
+        log.warning("refused a connection from %s: %s", self.peer, reason, extra={"peer": self.peer})
         self._ignored = 1
         try:
             if last_word:
@@ -196,6 +217,17 @@ class TlsPendingConnection(PendingConnection):
 
     def _read(self) -> None:
         super()._read()
+        if self.leg is not None:
+            return
         assert self._secure is not None
         while not self._handshake.done and self._secure.pending():  # the descriptor is not readable for these
             super()._read()
+
+
+class RelayedPendingConnection(TlsPendingConnection):
+    """A connection that another end has begun through a relay."""
+
+    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+        channel = super().make_channel(endpoint)
+        channel.relayed = True
+        return channel

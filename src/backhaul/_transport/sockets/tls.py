@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import re
 import socket
 import ssl
 import threading
@@ -48,11 +50,13 @@ class Credentials:
     Attributes:
         names: Whether the certificate of a peer must contain the peer's name.
         from_secret: Whether the certificates of all workers are made from the cluster secret.
+        key: Identifies this worker's certificate, see ``Channel.key``.
     """
 
     def __init__(self, given: Tls | Issued) -> None:
         self.from_secret = isinstance(given, Issued)
         self.names = isinstance(given, Issued) or given.names
+        self.key = _key_of(given)
         self._server = self._load(given, ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0  # connections are not resumed
         self._client = self._load(given, ssl.PROTOCOL_TLS_CLIENT)
@@ -95,6 +99,21 @@ class Credentials:
         except BaseException:
             secure.close()
             raise
+
+
+_FIRST_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def _key_of(given: Tls | Issued) -> str:
+    """Identifies the certificate with which a worker shows itself: the first of the file."""
+    with _as_path(given.certificate) as path:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    found = _FIRST_CERTIFICATE.search(text)
+    return _identify(ssl.PEM_cert_to_DER_cert(found[0])) if found is not None else ""
+
+
+def _identify(certificate: bytes) -> str:
+    return hashlib.sha256(certificate).hexdigest()
 
 
 def _title(given: str | Path | bytes) -> str:
@@ -156,7 +175,8 @@ class TlsSocket:
     def __init__(self, secure: ssl.SSLSocket) -> None:
         self._secure = secure
         self._lock = threading.Lock()  # held for every call of OpenSSL
-        self.family = secure.family
+        # On a Unix socket, the process at the other end is a relay: it shares no memory with this one.
+        self.family = secure.family if secure.family != socket.AF_UNIX else socket.AF_INET
 
     def fileno(self) -> int:
         """Like ``socket.fileno``."""
@@ -171,6 +191,10 @@ class TlsSocket:
         """The worker names in the peer's certificate."""
         certificate: Any = self._secure.getpeercert() or {}
         return frozenset(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+    def peer_key(self) -> str:
+        """Identifies the peer's certificate, see ``Channel.key``."""
+        return _identify(self._secure.getpeercert(binary_form=True) or b"")
 
     def do_handshake(self) -> None:
         """Continue the handshake. Raises ``ssl.SSLWantReadError`` or ``ssl.SSLWantWriteError`` if it is not done."""
@@ -267,6 +291,7 @@ class TlsChannel(SocketChannel):
         super().__init__(endpoint, cast("socket.socket", secure), peer)
         self._secure = secure
         self.names = secure.peer_names()
+        self.key = secure.peer_key()
 
     def _has_buffered(self) -> bool:
         return self._secure.pending() > 0

@@ -65,7 +65,7 @@ class TensorPipeAgent(RpcAgent):
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Names and ids of all workers."""
-        return [as_reference(peer.info) for peer in self.node.peers]
+        return [as_reference(peer.info) for peer in sorted(self.node.peers, key=lambda peer: peer.record.id)]
 
     def get_debug_info(self) -> dict[str, str]:
         """Counters, under the reference's names."""

@@ -84,3 +84,44 @@ def test_addresses_that_other_hosts_reach() -> None:
         None,
         "node7",
     ]
+
+
+# Workers that do not listen.
+
+
+def hidden(rank: int, host: str, addresses: tuple[str, ...] = ("unix:@x",)) -> AddressOffer:
+    made = msgspec.structs.replace(record(rank, host, addresses), listens=False)
+    return AddressOffer(made, own_secret=True)
+
+
+def test_a_worker_that_does_not_listen_needs_no_address() -> None:
+    offers = [hidden(0, "a"), offer(1, "b"), hidden(2, "c", ())]
+    assert settle(offers)[0::2] == [offers[0].record, offers[2].record]
+    assert settle([hidden(0, "a"), hidden(1, "a")])[1].addresses == ("unix:@x",), "on one host they need nobody"
+    assert len(settle([hidden(0, "a", ())])) == 1
+    assert len(settle([hidden(0, "a", ()), AddressOffer(record(1))])) == 2
+
+
+@pytest.mark.parametrize(
+    "offers",
+    [
+        [hidden(0, "a"), hidden(1, "b")],
+        [hidden(0, "a", ()), hidden(1, "a", ())],
+        [hidden(0, "a"), offer(1, "b", "", ("tcp:127.0.0.1:9",))],
+    ],
+)
+def test_somebody_has_to_listen(offers: list[AddressOffer]) -> None:
+    with pytest.raises(RendezvousError, match="listen=False") as caught:
+        settle(offers)
+    assert caught.value.worker == "worker0"
+
+
+def test_workers_that_do_not_listen_are_not_tried() -> None:
+    records = settle([offer(0, "a"), hidden(1, "b"), offer(2, "c"), hidden(3, "c")])
+    found = [neighbor_of(each, records) for each in records]
+    assert [each and each.id for each in found] == [2, 2, 0, 0]
+
+
+def test_the_leader_is_a_worker_that_listens() -> None:
+    records = [hidden(0, "a").record, record(1), record(2)]
+    assert [each.id for each in sorted(records, key=lambda each: each.seniority)] == [1, 2, 0]

@@ -1,0 +1,247 @@
+"""The server of the dashboard, and its page in Chromium, over real workers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+import backhaul as bh
+from tests.monitoring.clusters import SECONDS, RunningCluster, running, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = re.compile(r'([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\} ([0-9.e+-]+)')
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    folder = tmp_path_factory.mktemp("dashboard") / "files"
+    with running(folder, options=bh.Options(dashboard="127.0.0.1:0")) as made:
+        yield made
+
+
+def get(
+    cluster: RunningCluster, path: str, *, token: str | None = "", host: str | None = None, method: str = "GET"
+) -> tuple[int, http.client.HTTPMessage, str]:
+    """Ask the server, as a program does. ``token``: None: none; empty: the right one."""
+    url = urlsplit(cluster.dashboard)
+    headers = {} if host is None else {"Host": host}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token or url.fragment.partition('=')[2]}"
+    assert url.hostname is not None
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+    finally:
+        connection.close()
+
+
+class TestWhoMaySeeIt:
+    @pytest.mark.parametrize("path", ["/api/status", "/metrics"])
+    @pytest.mark.parametrize("token", [None, "wrong", "the-token-of-these-test", "the-token-of-these-testsX", "\xe9"])
+    def test_data_needs_the_token(self, cluster: RunningCluster, path: str, token: str | None) -> None:
+        status, _, body = get(cluster, path, token=token)
+        assert status == 401
+        assert "worker" not in body
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "127.0.0.1.evil"]
+    )
+    def test_names_that_are_not_of_this_host(self, cluster: RunningCluster, host: str) -> None:
+        assert get(cluster, "/api/status", host=host)[0] == 403
+        assert get(cluster, "/", host=host)[0] == 403
+
+    @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80"])
+    def test_names_of_this_host(self, cluster: RunningCluster, host: str) -> None:
+        assert get(cluster, "/api/status", host=host)[0] == 200
+
+    def test_no_other_origin_may_read(self, cluster: RunningCluster) -> None:
+        for path in ("/", "/api/status", "/metrics"):
+            headers = get(cluster, path)[1]
+            assert "Access-Control-Allow-Origin" not in headers
+            assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+            assert headers["Cache-Control"] == "no-store"
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+    def test_it_can_only_be_read(self, cluster: RunningCluster, method: str) -> None:
+        assert get(cluster, "/api/status", method=method)[0] == 501
+
+    def test_the_page_has_no_data(self, cluster: RunningCluster) -> None:
+        status, _, page = get(cluster, "/", token=None)
+        assert status == 200
+        assert not [name for name in (*cluster.processes, "the-token-of-these-tests") if name in page]
+        assert get(cluster, "/nothing")[0] == 404
+
+
+class TestMetrics:
+    def test_they_have_the_format_of_prometheus(self, cluster: RunningCluster) -> None:
+        until(lambda: "backhaul_function_calls_total{" in get(cluster, "/metrics")[2])
+        status, headers, text = get(cluster, "/metrics")
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        known: dict[str, str] = {}
+        for line in text.splitlines():
+            if line.startswith("# TYPE"):
+                _, _, name, kind = line.split()
+                assert name not in known
+                assert (kind == "counter") == name.endswith("_total")
+                known[name] = kind
+            elif not line.startswith("# HELP"):
+                found = SAMPLE.fullmatch(line)
+                assert found is not None, line
+                assert found[1] in known
+        assert 'backhaul_worker_up{worker="worker1",host="' in text
+
+    def test_counters_grow(self, cluster: RunningCluster) -> None:
+        def served() -> float:
+            text = get(cluster, "/metrics")[2]
+            return float(re.findall(r'backhaul_calls_served_total\{worker="worker1",[^}]*\} (\S+)', text)[0])
+
+        before = served()
+        until(lambda: served() > before)
+
+    def test_the_grafana_dashboard_uses_metrics_that_exist(self, cluster: RunningCluster) -> None:
+        text = get(cluster, "/metrics")[2]
+        known = set(re.findall(r"# TYPE (\S+)", text))
+        grafana = json.loads((ROOT / "examples" / "grafana" / "backhaul.json").read_text())
+        queries = [target["expr"] for panel in grafana["panels"] for target in panel.get("targets", ())]
+        used = {name for query in queries for name in re.findall(r"backhaul_\w+", query)}
+        assert len(queries) >= 8
+        assert used <= known, used - known
+
+
+@pytest.fixture
+def page(browser: Browser, cluster: RunningCluster) -> Iterator[Page]:
+    """The dashboard. Checks at the end that the page had no error and asked no other server."""
+    yield from open_page(browser, cluster)
+
+
+def open_page(browser: Browser, cluster: RunningCluster, width: int = 1280) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": width, "height": 900}, reduced_motion="reduce")
+    problems: list[str] = []
+    try:
+        made = context.new_page()
+        made.set_default_timeout(SECONDS * 1000)
+        origin = cluster.dashboard.partition("#")[0]
+        made.on("console", lambda message: problems.append(f"console: {message.text}"))
+        made.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        made.on("request", lambda asked: asked.url.startswith(origin) or problems.append(f"requested {asked.url}"))
+        made.goto(cluster.dashboard)
+        made.get_by_test_id("worker").first.wait_for()
+        yield made
+    finally:
+        context.close()
+    assert problems == []
+
+
+class TestPage:
+    def test_it_shows_what_the_workers_do(self, page: Page, cluster: RunningCluster) -> None:
+        workers = page.get_by_test_id("worker")
+        assert [each.get_attribute("data-name") for each in workers.all()] == list(cluster.processes)
+        page.locator('[data-testid="functions"] td', has_text="scale").first.wait_for()
+        page.locator('[data-testid="steps"] figcaption', has_text="worker0: last step").wait_for()
+        page.locator('[data-testid="channels"] td', has_text="worker2").first.wait_for()
+        assert page.get_by_test_id("summary").inner_text() == "✓ 3 up"
+        assert page.get_by_test_id("live").inner_text().endswith("live")
+
+    def test_the_token_leaves_the_address_bar(self, page: Page) -> None:
+        assert "token" not in page.url
+        page.reload()
+        page.get_by_test_id("worker").first.wait_for()
+
+    def test_a_click_opens_the_details_of_a_worker(self, page: Page, cluster: RunningCluster) -> None:
+        page.locator('[data-name="worker1"]').click()
+        details = page.get_by_test_id("details")
+        assert "worker1" in details.get_by_role("heading", level=2).inner_text()
+        assert str(cluster.pid("worker1")) in details.inner_text()
+        page.get_by_test_id("close").click()
+        assert details.is_hidden()
+
+    def test_it_works_by_keyboard(self, page: Page) -> None:
+        page.locator('[data-name="worker2"]').focus()
+        page.keyboard.press("Enter")
+        assert page.get_by_test_id("details").is_visible()
+        assert page.evaluate("document.activeElement.id") == "details-title"
+        page.keyboard.press("Escape")
+        assert page.get_by_test_id("details").is_hidden()
+        assert page.evaluate("document.activeElement.dataset.name") == "worker2"
+
+    def test_pause(self, page: Page) -> None:
+        page.get_by_test_id("pause").click()
+        assert page.get_by_test_id("pause").get_attribute("aria-pressed") == "true"
+        assert page.get_by_test_id("live").inner_text().endswith("paused")
+
+    def test_a_phone_needs_no_scrolling_to_the_side(self, browser: Browser, cluster: RunningCluster) -> None:
+        for page in open_page(browser, cluster, width=360):
+            page.locator('[data-testid="functions"] td').first.wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+    def test_it_is_accessible(self, page: Page) -> None:
+        """Every control has a name, every picture a text, and text has the contrast of WCAG AA in both themes."""
+        page.locator('[data-testid="steps"] svg').first.wait_for()
+        page.locator('[data-name="worker1"]').click()
+        assert page.evaluate(WITHOUT_NAME) == []
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+            assert page.evaluate(LOW_CONTRAST) == []
+
+
+WITHOUT_NAME = """() => [...document.querySelectorAll("button, svg, [tabindex='0'], section")].filter((each) =>
+  !(each.getAttribute("aria-label") || each.getAttribute("aria-labelledby") || each.textContent.trim())
+).map((each) => each.outerHTML)"""
+
+LOW_CONTRAST = """() => {
+  const parse = (color) => color.match(/[0-9.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = parse(color).map((part) => part / 255)
+      .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => {
+    for (let each = node; each; each = each.parentElement) {
+      const color = getComputedStyle(each).backgroundColor;
+      if ((parse(color)[3] ?? 1) === 1) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const low = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !node.checkVisibility()) continue;
+    if (node.closest("script, noscript, svg")) continue;
+    const [one, other] = [light(getComputedStyle(node).color), light(ground(node))];
+    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (contrast < 4.5) low.push(`${contrast.toFixed(2)}: ${node.outerHTML}`);
+  }
+  return low;
+}"""
+
+
+class TestLosses:
+    """Last, because the worker that is killed does not come back."""
+
+    def test_a_killed_worker_turns_red(self, page: Page, cluster: RunningCluster) -> None:
+        card = page.locator('[data-name="worker2"]')
+        good = card.evaluate("each => getComputedStyle(each).borderTopColor")
+        os.kill(cluster.pid("worker2"), signal.SIGKILL)
+        page.locator('[data-name="worker2"][data-state="lost"]').wait_for()
+        assert "lost" in card.inner_text()
+        red = card.evaluate("each => getComputedStyle(each).borderTopColor")
+        assert red == page.evaluate("getComputedStyle(document.querySelector('.state[data-state=lost]')).color") != good
+        page.locator('[data-testid="doubts"] tr', has_text="worker0").locator("td", has_text="worker2").wait_for()
+        assert "worker2 is lost" in page.get_by_test_id("news").inner_text()
+        assert "1 lost" in page.get_by_test_id("summary").inner_text()
