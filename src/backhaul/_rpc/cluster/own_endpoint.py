@@ -139,6 +139,7 @@ class OwnEndpoint:
                 limit=options.limits.frame_bytes,
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
+                lanes=options.lanes,
                 relayed=options.limits.relayed,
             )
             made.callback(self.endpoint.close)
