@@ -199,4 +199,4 @@ def test_no_name_hides_a_module() -> None:
     hidden = {name for name in modules & set(bh.__all__) if not inspect.ismodule(getattr(bh, name))}
     assert not hidden
     public = {name for name in modules if not name.startswith("_")}
-    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "ray", "testing"}
+    assert public == {"compat", "errors", "jit", "nn", "optim", "otel", "profiler", "ray", "testing"}
