@@ -149,7 +149,7 @@ class OwnEndpoint:
                 self.endpoint.use_relays(self._own_credentials())
             if several_hosts:
                 self._face_hosts()
-            elif joiners:
+            elif joiners and options.listen:
                 self._await_joiners()
             made.pop_all()
 
