@@ -13,7 +13,7 @@ from backhaul._wire.lane_pieces import Inbox, PieceReader, PieceSize
 from backhaul._wire.memory import Buffer
 
 # What a connection holds back unsent is late on a slow path, and what is sent later waits for it.
-_UNSENT_BYTES = 128 << 10
+_UNSENT_BYTES = 32 << 10
 # A path may forget a connection that is idle for minutes. These probes never end one before the channel is lost.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
 
