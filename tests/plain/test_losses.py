@@ -47,6 +47,50 @@ def test_a_graph_that_is_gone_with_a_lost_worker(
         assert x.grad is not None
 
 
+@pytest.mark.parametrize("allow_unused", [False, True])
+@pytest.mark.parametrize(("loser", "lost"), [(2, 1), (1, 0)], ids=["the last", "in between"])
+def test_gradients_of_inputs_behind_a_graph_that_is_gone(loser: int, lost: int, allow_unused: bool) -> None:
+    """Nobody knows what lies behind it, so a pass for some inputs must not count them as unused."""
+    x = torch.ones(2, requires_grad=True)
+    with bh.cluster(3) as workers:
+        y = bh.rpc_sync("worker1", pass_on, args=("worker2", x * 2))
+        lose(workers[loser], workers[lost])
+        with pytest.raises(bh.PeerLostError) as caught:
+            torch.autograd.grad(y.sum(), [x], allow_unused=allow_unused)
+        assert caught.value.reason == "silent for 10 s"
+        y = bh.rpc_sync("worker1", pass_on, args=("worker2", x * 2))
+        assert torch.autograd.grad(y.sum(), [x])[0].tolist() == [12, 12]
+
+
+kept: torch.Tensor
+
+
+def keep(x: torch.Tensor) -> torch.Tensor:
+    global kept
+    kept = x + 1
+    return kept * 2
+
+
+def use_kept() -> torch.Tensor:
+    return kept * 3
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_inputs_behind_a_message_that_a_pass_has_freed(restricted: bool) -> None:
+    """Two results depend on one message. The pass of the first frees it. As in one process, where that is noticed, the
+    second pass raises; it must not leave the input without a gradient.
+    """
+    x = torch.ones(2, requires_grad=True)
+    with bh.cluster(2):
+        first = bh.rpc_sync("worker1", keep, args=(x * x,))
+        second = bh.rpc_sync("worker1", use_kept)
+        first.sum().backward()
+        with pytest.raises(bh.errors.GraphFreedError):
+            second.sum().backward(inputs=[x] if restricted else None)
+    assert x.grad is not None
+    assert x.grad.tolist() == [4, 4]
+
+
 def test_a_graph_that_a_pass_has_freed() -> None:
     x = torch.ones(2, requires_grad=True)
     with bh.cluster(2) as workers:

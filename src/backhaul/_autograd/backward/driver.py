@@ -8,7 +8,6 @@ import threading
 from backhaul._autograd.backward import pass_errors
 from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.backward.messenger import PassMessenger
-from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.receiver import told_by
 from backhaul._autograd.forward.functions import Grads
@@ -130,11 +129,6 @@ class PassDriver:
         self.ledger.lose(worker, name, reason, self.share.told(worker) if tally is None else tally)
 
     # For the planner.
-
-    @property
-    def graph(self) -> PassGraph:
-        """The driver's own graph."""
-        return self.share.groups.graph
 
     @property
     def planning(self) -> Lock:

@@ -13,7 +13,6 @@ from backhaul._autograd.backward.driver import PassDriver
 from backhaul._autograd.backward.local_pass import LocalPass
 from backhaul._autograd.backward.messenger import PassMessenger
 from backhaul._autograd.backward.outbox import GradientOutbox
-from backhaul._autograd.backward.pass_graph import PassGraph
 from backhaul._autograd.backward.pass_ledger import PassLedger
 from backhaul._autograd.backward.pass_numbers import PassNumbers
 from backhaul._autograd.backward.plain_backward import engines
@@ -79,7 +78,10 @@ class Engine:
         self._outbox = GradientOutbox(worker, node.client.peers, self.container)
         recorder = recorder_for(node, self.container)
         node.client.interceptors.add(recorder, from_untrusted=True)
-        self._planner = Planner(worker, node.client, self.drivers.get, self._graph_of)
+        self.container.plain.sources = PlainSources(self.container.plain)
+        # Before ``PeerFailures``, which hears of a loss next, and tells the drivers of the passes that this one ended.
+        RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
+        self._planner = Planner(worker, node.client, self.drivers.get, self._share_of)
         release = ContextRelease(worker, node.client.peers, self.container, self.drivers, self._messenger)
         self.release = release.release
         self._receiver = GradientReceiver(
@@ -92,8 +94,6 @@ class Engine:
             request_orders=self._planner.request_orders,
             failures=PeerFailures(self, node.peers),
         )
-        self.container.plain.sources = PlainSources(self.container.plain)
-        RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = release.tell_again
@@ -110,8 +110,8 @@ class Engine:
         """The ids of the workers whose gradients or reports the passes of this worker wait for."""
         return {worker for driver in list(self.drivers.values()) for worker in driver.ledger.outstanding.values()}
 
-    def _graph_of(self, spec: PassSpec) -> PassGraph:
-        return self._receiver.local_pass_of(self.container.get(spec.context), spec).groups.graph
+    def _share_of(self, spec: PassSpec) -> LocalPass:
+        return self._receiver.local_pass_of(self.container.get(spec.context), spec)
 
     def backward(
         self,

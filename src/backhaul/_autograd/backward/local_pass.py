@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -27,7 +27,7 @@ from backhaul._autograd.gradient_table import GradientTable
 from backhaul._autograd.ids import ROOTS, TOGETHER, MessageId
 from backhaul._autograd.messages import PassSpec, PassTally, Report
 from backhaul._autograd.plain_graph import PlainGraph
-from backhaul._autograd.plan.plan import Orders
+from backhaul._autograd.plan.plan import Orders, Summary
 from backhaul._autograd.plan.planner import OrdersSource
 from backhaul._autograd.torch_engine.graph_task import new_task_number
 from backhaul._devices import seam
@@ -36,6 +36,7 @@ from backhaul._transport.base import Channel
 from backhaul._wire.frames import Frame
 from backhaul._worker.thread_pool import Task
 from backhaul._worker.worker import Worker
+from backhaul.errors import ContextError, PeerLostError
 
 RequestOrders = Callable[[PassSpec, Callable[[OrdersSource], None]], None]
 """See ``Planner.request_orders``."""
@@ -288,12 +289,28 @@ class LocalPass:
         if outcomes:
             self._pack(outcomes, parcels)
         elif outcomes is None:
-            if (lost := self.context.lost_send(source)) is not None:
-                raise pass_errors.graph_lost(self.spec, self._worker.name, source, *lost)
-            freed = source in self.context.spent
-            raise pass_errors.missing_source(self._worker.name, self.context.id, source, freed=freed)
+            raise self._missing(source)
         elif self.groups.must_ask(source):
             self._request_orders(self.spec, functools.partial(self._follow, source))
+
+    def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
+        """This worker's graph, for the plan of the pass; see ``PassGraph.summary``.
+
+        Raises if a source is gone and the pass is restricted to inputs: nobody knows then whether it leads to them. In
+        other passes its gradients raise when they arrive.
+        """
+        if self.spec.restricted:
+            for source in map(MessageId, sources):
+                if source != ROOTS and source not in self._ran and source not in self.context.sends:
+                    raise self._missing(source)
+        return self.groups.graph.summary(sources, calls)
+
+    def _missing(self, source: MessageId) -> ContextError | PeerLostError:
+        """The error for a source whose graph this worker does not have."""
+        if (lost := self.context.lost_send(source)) is not None:
+            return pass_errors.graph_lost(self.spec, self._worker.name, source, *lost)
+        freed = source in self.context.spent
+        return pass_errors.missing_source(self._worker.name, self.context.id, source, freed=freed)
 
     def _pack(self, outcomes: Iterable[Outcome], parcels: Parcels) -> None:
         """Groups have run: add their tallies to the report, and put their gradients into parcels."""

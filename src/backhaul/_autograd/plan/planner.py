@@ -18,11 +18,11 @@ OrdersSource = Callable[[], tuple[Any, ...]]
 """Returns the fields of ``Orders``, or raises what kept the driver from making the plan."""
 
 
-class PlannedGraph(Protocol):
-    """One worker's graph in a pass, as far as a plan needs it."""
+class PlannedShare(Protocol):
+    """One worker's share of a pass, as far as a plan needs it."""
 
     def summary(self, sources: Collection[int] = (), calls: Collection[int] = ()) -> Summary:
-        """What the sources of this worker reach; see ``PassGraph.summary``."""
+        """What the sources of this worker reach; see ``LocalPass.summary``."""
 
 
 class PlannedPass(Protocol):
@@ -32,8 +32,8 @@ class PlannedPass(Protocol):
     plan: Plan | None
 
     @property
-    def graph(self) -> PlannedGraph:
-        """The driver's own graph."""
+    def share(self) -> PlannedShare:
+        """The driver's own share."""
 
     @property
     def planning(self) -> Lock:
@@ -50,7 +50,7 @@ class Planner:
         worker: The worker; the planner becomes one of its parts.
         client: Makes calls.
         find_pass: Finds a pass that this worker drives, by context and number.
-        find_graph: Finds this worker's graph in a pass of another driver.
+        find_share: Finds this worker's share of a pass of another driver.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Planner:
         worker: Worker,
         client: CallClient,
         find_pass: Callable[[tuple[int, int]], PlannedPass | None],
-        find_graph: Callable[[PassSpec], PlannedGraph],
+        find_share: Callable[[PassSpec], PlannedShare],
     ) -> None:
         self._id = worker.info.id
         self._client = client
         self._find_pass = find_pass
-        self._find_graph = find_graph
+        self._find_share = find_share
         worker.attach(self)
 
     def request_orders(self, spec: PassSpec, follow: Callable[[OrdersSource], None]) -> None:
@@ -107,18 +107,20 @@ class Planner:
             finally:
                 leave(token)
             if self._id in missing:
-                plan.add(self._id, missing[self._id], planned.graph.summary(missing[self._id], plan.calls))
+                plan.add(self._id, missing[self._id], planned.share.summary(missing[self._id], plan.calls))
             for worker, call in asked.items():
                 try:
                     summary = call.wait()
                 except PeerLostError as error:
+                    if error.messages:  # raised on that worker, which has lost another one
+                        raise
                     raise planned.loss_of(worker, error.reason or str(error)) from error
                 plan.add(worker, missing[worker], summary)
         return plan
 
     def summary_of(self, spec: PassSpec, sources: list[int], calls: list[int]) -> Summary:
         """What the driver of a pass needs to know of this worker's graph."""
-        return self._find_graph(spec).summary(sources, calls)
+        return self._find_share(spec).summary(sources, calls)
 
 
 @internal(int, int, int)
