@@ -240,6 +240,7 @@ class RelayedPendingConnection(TlsPendingConnection):
     """A connection that another end has begun through a relay."""
 
     def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
-        channel = super().make_channel(endpoint)
+        assert self._secure is not None
+        channel = TlsChannel(endpoint, self._secure, self.peer, connects=False, relayed=True)
         channel.relayed = True
         return channel
