@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9, help="transfers in each turn")
     parser.add_argument("--link", choices=("fast", "slow"), help="only this one")
     parser.add_argument("--only", help="only the systems with this in their name")
+    parser.add_argument("--skip", help="not the systems with this in their name")
     for hidden in ("--side", "--lanes"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     for hidden in ("--folder", "--work", "--system"):
@@ -230,7 +231,7 @@ def main() -> None:
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "iperf3"))):
         sys.exit("this needs root, iproute2 and iperf3, to make two hosts")
     for title in list(SYSTEMS):
-        if given.only and given.only not in title:
+        if (given.only and given.only not in title) or (given.skip and given.skip in title):
             del SYSTEMS[title]
     if given.link != "slow":
         show_cable(given.rounds, given.repeat)
