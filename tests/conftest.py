@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import os
 import signal
 
 import pytest
@@ -16,6 +17,9 @@ import torch.distributed
 from hypothesis import settings
 
 pytest_plugins = ["backhaul.testing.leaks"]
+
+# Killed workers leave files for monitors behind. The tests of monitors have a folder of their own.
+os.environ["BACKHAUL_RUNTIME_DIR"] = ""
 
 # A shell that starts the tests in the background lets them ignore it; some of them, and programs they start, must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ import gc
 import torch._dynamo
 import torch.profiler  # noqa: F401
 
-import backhaul  # noqa: F401
+import backhaul._public  # noqa: F401
 
 gc.collect()
 gc.freeze()

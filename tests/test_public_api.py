@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import backhaul as bh
@@ -126,6 +128,61 @@ def test_clusters_on_ray() -> None:
     assert shape(bh.ray.join) == "(cluster, name, *, namespace)"
 
 
+def run_program(program: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_import_loads_no_parts() -> None:
+    """So it adds a millisecond to the import of torch; see ``benchmarks/import_time.py``."""
+    loaded = run_program("import sys, backhaul\nprint(*sorted(name for name in sys.modules if 'backhaul' in name))")
+    expected = "backhaul backhaul._rpc backhaul._rpc.before_nodes backhaul._torch_support backhaul.errors"
+    assert loaded == [expected]
+
+
+def test_names_are_there_when_they_are_asked_for() -> None:
+    program = """
+import backhaul as bh
+print("init" in vars(bh), "init" in dir(bh), bh.nn.split.__name__, "init" in vars(bh))
+from backhaul import *
+from backhaul import optim
+print(launch is bh.launch, optim is bh.optim, hasattr(bh, "no_such_name"), hasattr(bh, "_no_such_name"))
+"""
+    assert run_program(program) == ["False True split True", "True True False False"]
+
+
+def test_threads_that_ask_first_at_the_same_time() -> None:
+    program = """
+import threading, backhaul as bh
+barrier, found = threading.Barrier(8), []
+def ask(name):
+    barrier.wait(60)
+    found.append(getattr(bh, name))
+threads = [threading.Thread(target=ask, args=(name,)) for name in ("init", "nn", "RRef", "errors") * 2]
+[thread.start() for thread in threads]
+[thread.join(60) for thread in threads]
+print(len(found), len(set(map(id, found))))
+"""
+    assert run_program(program) == ["8 4"]
+
+
+def test_a_worker_has_all_parts_though_its_program_used_no_public_name() -> None:
+    program = """
+import torch
+from torch.distributed import HashStore
+from backhaul._rpc.api import init, rpc_sync
+from backhaul._rpc.ending import shutdown
+init("alone", rank=0, world_size=1, store=HashStore())
+x = torch.ones(2, requires_grad=True)
+rpc_sync("alone", torch.mul, args=(x, 3)).sum().backward()
+import backhaul
+print(x.grad.tolist(), "profile" in vars(backhaul))
+shutdown()
+"""
+    assert run_program(program) == ["[3.0, 3.0] True"]
+
+
 def test_every_public_thing_is_documented() -> None:
     for name in bh.__all__:
         assert name == "__version__" or inspect.getdoc(getattr(bh, name)), name
@@ -142,4 +199,4 @@ def test_no_name_hides_a_module() -> None:
     hidden = {name for name in modules & set(bh.__all__) if not inspect.ismodule(getattr(bh, name))}
     assert not hidden
     public = {name for name in modules if not name.startswith("_")}
-    assert public == {"compat", "errors", "jit", "nn", "optim", "profiler", "ray", "testing"}
+    assert public == {"compat", "errors", "jit", "nn", "optim", "otel", "profiler", "ray", "testing"}

@@ -27,7 +27,7 @@ from .profiler.conftest import browser  # noqa: F401 (a fixture)
 from .test_documentation import TORCHS_OWN
 
 ROOT = Path(__file__).parent.parent
-TUTORIALS = sorted(notebooks.TUTORIALS.glob("*.md"))
+TUTORIALS = notebooks.pages()
 NEEDS = {"trainers": "lightning"}
 
 

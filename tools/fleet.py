@@ -181,7 +181,7 @@ class _Member:
 
     def __init__(self, name: str, number: int, secret: bytes, options: Options, epoch: int = 0) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tools.fleet"])
+        context.set_forkserver_preload(["backhaul._public", "tools.fleet"])
         self.name = name
         self.number = number
         self.pipe, theirs = context.Pipe()

@@ -4,13 +4,17 @@ Workers call each other's functions with tensors; see ``init``, ``launch`` and `
 ``rpc_sync`` and ``rpc_async`` for calls. Calls are part of the autograd graph: ``loss.backward()`` runs over all
 workers. ``nn.split`` puts modules of a model on workers.
 
-The public names are listed in ``_public``. The process of the command ``backhaul`` imports them when it first uses one:
-``backhaul --help`` does not wait for torch, and ``backhaul doctor`` also runs where torch cannot be imported.
+The public names are listed in ``_public``. The first use of one, or the first worker that starts, imports all parts. So
+``import backhaul`` adds little to the import of torch. In the process of the command ``backhaul`` it does not import
+torch either: ``backhaul --help`` does not wait for it, and ``backhaul doctor`` also runs where it cannot be imported.
 """
 
+import importlib as _importlib
 import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from backhaul._rpc.before_nodes import before_nodes as _before_nodes
 
 __version__ = "0.1.0"
 
@@ -26,21 +30,36 @@ def _is_command() -> bool:
     return _os.path.basename(program) == "backhaul" and program in given
 
 
-if _TYPE_CHECKING or not _is_command():
+if not _is_command():
+    from backhaul import _torch_support as _torch_support  # checks the torch that all parts use
+
+if _TYPE_CHECKING:
     from backhaul._public import *  # noqa: F403
     from backhaul._public import __all__ as __all__
 else:
 
     def __getattr__(name: str) -> object:
-        if name.startswith("__") and name != "__all__":  # what the import system asks for
+        if name.startswith("_") and name != "__all__":  # what the import system asks for
             raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
-        this = globals().pop("__getattr__")  # the import below looks for modules of the package as attributes
+        _import_all()
         try:
-            from backhaul import _public
-        except BaseException:
-            globals()["__getattr__"] = this
-            raise
-        globals().update({each: getattr(_public, each) for each in _public.__all__}, __all__=_public.__all__)
-        if name not in globals():
-            raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
-        return globals()[name]
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module 'backhaul' has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        _import_all()
+        return sorted(globals())
+
+
+def _import_all() -> None:
+    """Import all parts, and make the public names attributes of this module: compiled code looks for them there.
+
+    All threads begin with the same module, so none waits for another that waits for it.
+    """
+    if "__all__" not in globals():
+        public = _importlib.import_module("backhaul._public")  # without ``__all__`` while this thread is importing it
+        globals().update({name: getattr(public, name) for name in public.__all__}, __all__=public.__all__)
+
+
+_before_nodes.append(_import_all)

@@ -231,6 +231,9 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+MOST_LANES = 64
+"""The most lanes of a channel, see ``Options.lanes``."""
+
 CodecName = Literal["fp16", "bf16", "int8", "zstd"]
 """How the tensors of a message are compressed, see ``Codec``."""
 
@@ -299,6 +302,11 @@ class Options:
             microseconds on machines with fewer than 4 processors. A container counts as a machine with as many
             processors as its cpu quota. A thread spins only if recent messages came within this time, and stops as
             soon as other threads want the processor or the interpreter. So a worker without messages sleeps.
+        lanes: How many connections carry large messages to a worker on another host, beside the one for all others. So
+            small messages do not wait for large ones, and a packet that is lost delays only a part. 1: one connection
+            carries all. ``"auto"``: 16 between hosts (fewer if a worker with many peers may open few files), 1 inside a
+            host; a number holds for every TCP connection. They are opened for the first large message. The smaller
+            number of both workers counts.
         connect_timeout: How long a first call may take to reach its peer; at most ``liveness.lost_after`` if that is
             not 0.
         rendezvous_timeout: How long ``init`` waits for all other workers. After 5 s it logs which ranks are missing,
@@ -336,6 +344,7 @@ class Options:
     init_method: str | None = None
     shm_bytes: int | None = None
     spin: float | Literal["auto"] = "auto"
+    lanes: int | Literal["auto"] = "auto"
     connect_timeout: float = 20.0
     rendezvous_timeout: float = 120.0
     backward_timeout: float = 600.0
@@ -369,6 +378,9 @@ class Options:
         if not self.listen and (self.bind, self.advertise) != (None, None):
             raise ValueError("bind and advertise say where a worker listens, but listen is False")
         _check_bytes(self, "shm_bytes")
+        lanes = self.lanes
+        if lanes != "auto" and (not isinstance(lanes, int) or lanes is True or not 1 <= lanes <= MOST_LANES):
+            raise ValueError(f"lanes must be 'auto' or a number from 1 to {MOST_LANES}, got {lanes!r}")
         _check_compression(self.compression)
         if self.spin != "auto" and not (
             isinstance(self.spin, int | float) and self.spin is not True and 0 <= self.spin <= 1

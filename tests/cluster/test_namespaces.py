@@ -87,7 +87,7 @@ def test_nothing_but_a_secret_is_needed(hosts: list[Host], plain: bool) -> None:
     master = hosts[0].name if plain else hosts[0].address  # the name means 127.0.1.1 on the host that has it
     found = on_hosts(hosts, take_part, [given] * 3, master)
     assert hosts_of(found) == [host.address for host in hosts]
-    assert {kind for _, kind in found} == {"SocketChannel" if plain else "TlsChannel"}
+    assert {kind for _, kind in found} == {"LanedChannel" if plain else "TlsChannel"}
 
 
 def test_ipv6(hosts: list[Host]) -> None:
@@ -336,6 +336,40 @@ def test_a_cable_that_is_pulled_and_put_back(hosts: list[Host], tmp_path: pathli
     # The failure detector's deadline, an attempt to connect again, and a wide margin for a busy machine. Without the
     # detector the call would wait for its timeout of 60 s.
     assert took < 30
+
+
+# Large messages.
+
+
+def send_much(rank: int, hosts: list[Host], folder: pathlib.Path, plain: bool) -> Any:
+    """Rank 0 exchanges large tensors with the others over several connections, until one of them is killed."""
+    me = meet(rank, hosts, options(security=bh.Security(allow_plain=plain), lanes="auto" if plain else 4))
+    if rank == 0:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(3 << 20, generator=draw)
+        for _ in range(3):  # there are lanes from the first one on
+            futures = [bh.rpc_async(f"worker{other}", scale, args=(x,)) for other in (1, 2)]
+            assert all(torch.equal(future.wait(), 2 * x) for future in futures)
+            assert bh.rpc_sync("worker1", scale, args=(torch.ones(1),)) == 2
+        channels = [me.part(Node).peers.find(f"worker{other}").channel for other in (1, 2)]
+        assert [getattr(channel, "lanes", 0) for channel in channels] == [16 if plain else 4] * 2
+        large = bh.rpc_async("worker2", scale, args=(torch.zeros(64 << 20),))
+        bh.rpc_async("worker2", os.kill, args=(bh.rpc_sync("worker2", os.getpid), 9))
+        with pytest.raises(bh.PeerLostError):
+            large.wait()
+        assert torch.equal(bh.rpc_sync("worker1", scale, args=(x,)), 2 * x)
+        (folder / "end").touch()
+        bh.shutdown(graceful=False)
+        return "as it should be"
+    wait_for(folder / "end")
+    bh.shutdown(graceful=False)
+    return None
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_large_messages_go_over_several_connections(hosts: list[Host], tmp_path: pathlib.Path, plain: bool) -> None:
+    found = on_hosts(hosts, send_much, tmp_path, plain)
+    assert found[0] == "as it should be"
 
 
 # The whole: torchrun as users run it.

@@ -163,22 +163,23 @@ def exposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def without_trust(rank: int, folder: pathlib.Path) -> Any:
-    worker = start(rank, 4, folder, rank < 2, security={"trusted": False, "tls": "auto"})
+    # Each end would like lanes, which a relay has not: the tensor is large enough for them.
+    worker = start(rank, 4, folder, rank < 2, security={"trusted": False, "tls": "auto"}, lanes=4)
     found = None
     if rank == 3:
-        x = torch.ones(2, requires_grad=True)
+        x = torch.ones(1 << 21, requires_grad=True)
         y = bh.rpc_sync("worker0", exposed, args=(bh.rpc_sync("worker2", exposed, args=(x,)),))
         y.sum().backward()
         channel = worker.part(Node).peers.find("worker2").channel
         assert x.grad is not None
         assert channel is not None
-        found = x.grad.tolist(), channel.relayed
+        found = x.grad.unique().tolist(), channel.relayed
     bh.shutdown()
     return found
 
 
 def test_members_that_do_not_trust_each_other(tmp_path: pathlib.Path) -> None:
-    assert run_processes(without_trust, 4, tmp_path)[3] == ([9, 9], True)
+    assert run_processes(without_trust, 4, tmp_path)[3] == ([9], True)
 
 
 def come_again(rank: int, folder: pathlib.Path) -> Any:

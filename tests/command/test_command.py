@@ -78,9 +78,15 @@ def test_misuse_ends_with_2(arguments: tuple[str, ...]) -> None:
 
 def test_every_subcommand_explains_itself() -> None:
     for name, subcommand in SUBCOMMANDS.items():
-        done = run_command(name, "--help")
+        done = run_command(name, "--help", environ={"COLUMNS": "80"})
         assert done.returncode == 0, name
+        assert max(map(len, done.stdout.splitlines())) <= 80, name
         assert ("--json" in done.stdout) == subcommand.reports, name
+
+
+def test_the_page_has_every_subcommand() -> None:
+    page = (ROOT / "docs" / "command.md").read_text()
+    assert [name for name in SUBCOMMANDS if f"`backhaul {name}`" not in page] == []
 
 
 def test_the_version() -> None:

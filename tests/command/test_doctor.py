@@ -87,7 +87,7 @@ def test_what_the_environment_says_wrong(environ: Mapping[str, str], topic: str)
 
 
 def test_too_few_files() -> None:
-    status, found = examine("--quick", files=100)
+    status, found = examine("--quick", files=50)
     assert (status, found["open files"]) == (1, ["wrong"])
 
 

@@ -132,7 +132,7 @@ def test_expired_certificates_are_named_so(expired: Path, folder: Path, caplog: 
 def test_the_secret_is_asked_for_inside(folder: Path) -> None:
     credentials = Credentials(files_of(folder, 0))
     with pair(credentials, credentials) as (there, here):
-        here._connector._secret = b"another"
+        here._connector.secret = b"another"
         with pytest.raises(bh.errors.AuthenticationError, match="secret"):
             here.connect(there.addresses[0], timeout=PATIENCE)
 

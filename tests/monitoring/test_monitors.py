@@ -251,6 +251,19 @@ class TestFiles:
         assert found.secret == SECRET.encode()
         assert not path.exists()
 
+    def test_a_worker_that_starts_removes_files_of_the_dead(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tmp_path.chmod(0o700)
+        monkeypatch.setenv(runtime_files.FOLDER_VARIABLE, str(tmp_path))
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait(SECONDS)
+        alive = runtime_files.write(runtime_files.WorkerFile("a", 0, "a" * 16, os.getpid(), 1, (), "00"))
+        dead = runtime_files.write(runtime_files.WorkerFile("b", 1, "b" * 16, ended.pid, 1, (), "00"))
+        last = runtime_files.write(runtime_files.WorkerFile("c", 2, "c" * 16, os.getpid(), 1, (), "00"))
+        assert dead is not None
+        assert set(tmp_path.iterdir()) == {alive, last}
+
     def test_a_folder_that_others_may_change_is_not_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tmp_path.chmod(0o777)
         monkeypatch.setenv(runtime_files.FOLDER_VARIABLE, str(tmp_path))

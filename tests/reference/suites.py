@@ -70,7 +70,7 @@ class _Spawner(common_distributed.MultiProcessTestCase):
             os.unlink(self.file_name)
 
     def _spawn_processes(self) -> None:
-        multiprocessing.set_forkserver_preload([__name__])
+        multiprocessing.set_forkserver_preload(["backhaul._public", __name__])
         way = "spawn" if type(self).__name__ in CUDA else "forkserver"
         self._start_processes(multiprocessing.get_context(way).Process)
 

@@ -89,7 +89,7 @@ def test_the_sdist_has_what_the_tests_need(built: tuple[Path, Path]) -> None:
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members}
     assert {"Makefile", "constraints.txt", "setup.py", "docs/quickstart.md", "tests/conftest.py"} <= names
-    assert {"tools/tree.py", "src/backhaul/_sim/cluster.py"} <= names
+    assert {"tools/tree.py", "src/backhaul/_sim/cluster.py", ".github/workflows/tests.yml"} <= names
     assert {(member.mtime, member.uid, member.uname) for member in members} == {(EPOCH, 0, "")}
 
 

@@ -28,8 +28,8 @@ def steps_of(workflow: dict[Any, Any]) -> Iterator[dict[str, Any]]:
         yield from job.get("steps", [])
 
 
-def test_there_are_workflows_for_tests_and_releases() -> None:
-    assert {"tests.yml", "release.yml"} <= {path.name for path in WORKFLOWS}
+def test_there_are_workflows_for_tests_documentation_and_releases() -> None:
+    assert {"tests.yml", "docs.yml", "release.yml"} <= {path.name for path in WORKFLOWS}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 from backhaul._transport.shm import host_memory
 from backhaul._transport.shm.slots import Budget
 from backhaul._wire.codec import encode
 from backhaul._wire.frame_reader import FrameReader
 from backhaul._wire.frames import PIECE_BYTES, Frame, control_frame, fill_gap
+from backhaul._wire.lane_pieces import GRAIN_BYTES, Cutter, Inbox, PieceReader
 from backhaul._wire.memory import Buffer
 from backhaul._wire.messages import Hello, Kind, Request, pack
 from backhaul.errors import ProtocolError
@@ -148,3 +150,37 @@ class SlotTarget(FrameTarget):
         for frame in reader.fed(fits):
             count += 1 + len(frame.buffers)
         return count
+
+
+def _pieces_of(cutter: Cutter, most: int) -> Iterator[Buffer]:
+    while cutter.left:
+        yield from cutter.cut(most)
+
+
+class LaneTarget(Target):
+    """A lane with pieces of two frames, of which the heads have come."""
+
+    name = "lanes"
+    _SIZES = (3 * GRAIN_BYTES, 0, 100)
+
+    def seeds(self) -> list[bytes]:
+        wires = []
+        for most in (GRAIN_BYTES, 4 * GRAIN_BYTES):
+            cutters = [Cutter(number, [bytes(size) for size in self._SIZES]) for number in (1, 2)]
+            wires.append(b"".join(bytes(part) for each in cutters for part in _pieces_of(each, most)))
+        return wires
+
+    def take(self, data: bytes) -> object:
+        inbox = Inbox(LimitedRecycler())
+        inbox.announce(Frame(Kind.REPLY), self._SIZES)
+        inbox.announce(Frame(Kind.REPLY), self._SIZES)
+        reader, rest, held = PieceReader(inbox), data, 0
+        while rest and not reader.waiting:
+            fits = min(len(reader.space), len(rest))
+            reader.space[:fits] = rest[:fits]
+            frame = reader.fed(fits)
+            held += 0 if frame is None else sum(map(len, frame.buffers))
+            rest = rest[fits:]
+        if held > len(data):
+            raise FindingError(f"an input of {len(data)} bytes became frames of {held} bytes")
+        return held

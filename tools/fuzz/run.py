@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import tools.fuzz
-from tools.fuzz.frame_targets import FrameTarget, GapTarget, SlotTarget
+from tools.fuzz.frame_targets import FrameTarget, GapTarget, LaneTarget, SlotTarget
 from tools.fuzz.handshake_targets import ClientTarget, ServerTarget
 from tools.fuzz.message_targets import CountTarget, MessageTarget, PlainTarget, TensorTarget
 from tools.fuzz.mutator import Mutator
@@ -31,7 +31,7 @@ _MAX_FINDINGS = 20
 def targets() -> list[Target]:
     """All targets."""
     return [
-        *(FrameTarget(), GapTarget(), SlotTarget(), CountTarget(), MessageTarget(), TensorTarget()),
+        *(FrameTarget(), GapTarget(), LaneTarget(), SlotTarget(), CountTarget(), MessageTarget(), TensorTarget()),
         *(ServerTarget(), ClientTarget(), PlainTarget(), CallTarget(), CutTarget()),
     ]
 

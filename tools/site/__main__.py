@@ -19,8 +19,8 @@ def main(target: Path) -> int:
     reference.write(source / "api")
     write_indexes(source)
     notebooks.write(source / "notebooks")
-    for page in (source / "tutorials").glob("*.md"):
-        offer_notebook(page)
+    for page in notebooks.pages():
+        offer_notebook(source / "tutorials" / page.name)
     index = source / "index.md"
     index.write_text(f"{index.read_text()}\n{navigation.toctrees(navigation.names_of(source))}")
     here = str(Path(__file__).parent)

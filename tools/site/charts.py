@@ -15,7 +15,7 @@ from tools.site.assemble import DOCS, ROOT
 KEPT = ROOT / "benchmarks" / "kept" / "bench-auto-2-processors.json"
 IMAGES = DOCS / "images"
 
-_LABELS, _BARS, _ROW, _TOP = 300, 380, 26, 58  # widths and heights
+_LABELS, _BARS, _ROW, _TOP = 215, 270, 26, 58  # widths and heights
 
 
 class Chart(NamedTuple):
@@ -31,12 +31,12 @@ CHARTS = (
         "bench-programs.svg",
         "Steps of programs",
         {
-            "parameter server, step of three trainers": "parameter server, 3 trainers",
+            "parameter server, step of three trainers": "parameter server",
             "RNN split over two workers, step": "RNN over 2 workers",
             "CartPole actors, move": "CartPole actors",
             "pipeline of two stages, step": "pipeline of 2 stages",
             "transformer split over three workers, step": "transformer over 3 workers",
-            "DDP with a remote embedding table, step": "DDP and a remote embedding",
+            "DDP with a remote embedding table, step": "DDP, remote embedding",
         },
     ),
     Chart(
@@ -49,16 +49,16 @@ CHARTS = (
             "1 MiB echo": "echo of 1 MiB",
             "64 MiB echo": "echo of 64 MiB",
             "rref.rpc_sync().method": "method of a reference",
-            "RemoteModule forward": "forward of a RemoteModule",
+            "RemoteModule forward": "RemoteModule forward",
             "1 hop, forward and backward": "call and backward",
-            "chain of 16 hops, forward and backward": "chain of 16 calls and backward",
-            "start and stop of 8 workers": "start and stop of 8 workers",
+            "chain of 16 hops, forward and backward": "16 calls and backward",
+            "start and stop of 8 workers": "start, stop of 8 workers",
         },
     ),
 )
 
 _STYLE = """
-.bh { font: 13px system-ui, sans-serif; fill: var(--color-foreground-primary, #1f2328); }
+.bh { font: 14px system-ui, sans-serif; fill: var(--color-foreground-primary, #1f2328); }
 .bh .bar { fill: #2563c9; }
 .bh .less { fill: #b4540a; }
 .bh .faint { fill: var(--color-foreground-secondary, #57606a); }
@@ -77,7 +77,7 @@ def draw(chart: Chart, results: Mapping[str, Mapping[str, float]]) -> str:
     values = {label: results[row]["wall"] for row, label in chart.rows.items()}
     scale = _BARS / max(values.values())
     height = _TOP + _ROW * len(values) + 8
-    width = _LABELS + _BARS + 60
+    width = _LABELS + _BARS + 45
     text = ", ".join(f"{label} {_number(value)}" for label, value in values.items())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" class="chart bh" role="img">',

@@ -58,9 +58,15 @@ def notebook(page: str) -> dict[str, object]:
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
 
 
+def pages() -> list[Path]:
+    """The tutorials that are notebooks: those with cells."""
+    found = sorted(TUTORIALS.glob("*.md"))
+    return [page for page in found if any(cell.is_code for cell in cells_of(page.read_text(encoding="utf-8")))]
+
+
 def write(target: Path) -> None:
     """Write all notebooks into a folder."""
     target.mkdir(parents=True, exist_ok=True)
-    for page in sorted(TUTORIALS.glob("*.md")):
+    for page in pages():
         made = notebook(page.read_text(encoding="utf-8"))
         (target / f"{page.stem}.ipynb").write_text(json.dumps(made, indent=1), encoding="utf-8")

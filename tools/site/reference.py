@@ -39,6 +39,7 @@ PACKAGES = {
     "backhaul.nn": "Modules on other workers",
     "backhaul.optim": "Optimizers",
     "backhaul.profiler": "Profiles",
+    "backhaul.otel": "OpenTelemetry",
     "backhaul.ray": "Ray",
     "backhaul.jit": "TorchScript",
 }

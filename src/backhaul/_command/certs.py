@@ -1,8 +1,8 @@
 """Make, show and check certificates for TLS between workers.
 
-  backhaul certs make trainer table       an authority, and a certificate for each of two workers
-  backhaul certs show certs/trainer.pem   what is in a certificate
-  backhaul certs check certs/trainer.pem  whether a worker can use it
+  backhaul certs make trainer table        certificates for two workers
+  backhaul certs show certs/trainer.pem    what is in a certificate
+  backhaul certs check certs/trainer.pem   whether a worker can use it
 
 Workers that share a secret need no certificates: each makes its own from the secret. Certificates
 of your own also keep a member of the cluster from claiming the name of another member.

@@ -1,8 +1,8 @@
 """Print the script that lets a shell complete the command `backhaul`.
 
-  bash:  source <(backhaul completion bash)                                   in ~/.bashrc
-  zsh:   source <(backhaul completion zsh)                                    in ~/.zshrc, after compinit
-  fish:  backhaul completion fish > ~/.config/fish/completions/backhaul.fish
+  source <(backhaul completion bash)     in ~/.bashrc
+  source <(backhaul completion zsh)      in ~/.zshrc, after compinit
+  backhaul completion fish > ~/.config/fish/completions/backhaul.fish
 
 The scripts complete subcommands, their options, the values of options that have a fixed set, and files.
 """

@@ -1,8 +1,8 @@
 """Check this machine for Backhaul. Each line is good, or says how to fix it.
 
-  backhaul doctor                         this host
-  backhaul doctor --master node1:29500    and whether it reaches the place where workers meet
-  backhaul doctor --hosts node1,node2     and whether workers on these hosts, by ssh, reach each other
+  backhaul doctor                      this host
+  backhaul doctor --master one:29500   and whether it reaches where workers meet
+  backhaul doctor --hosts one,two      and whether workers there can meet
 
 The exit status is 1 if something would fail. Notes tell of what works but could be better.
 """

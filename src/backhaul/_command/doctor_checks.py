@@ -15,9 +15,9 @@ _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 # As in ``_torch_support``, which imports torch; a test compares them.
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 
-_FILES = 1024  # open files that are enough for some hundred workers: a worker opens two or three for each peer
-_FEW_FILES = 256
-_FEW_PROCESSES = 512  # a worker has some ten threads, and torch one for each processor
+_FILES = 1024  # open files that are enough for hundreds of workers: a worker opens about twenty, and one for each peer
+_FEW_FILES = 64
+_FEW_PROCESSES = 512  # a worker has five threads when it is idle, and torch one for each processor
 _SMALL_SHARED_MEMORY = 256 << 20
 _SMALL_MEMORY = 2 << 30
 
@@ -116,7 +116,7 @@ def check_memory() -> Iterator[Finding]:
     memory = machine.memory_bytes()
     text = f"{machine.show_bytes(memory)}; {machine.processors():g} processors"
     if memory < _SMALL_MEMORY:
-        yield Finding("memory", "note", text, "a worker with torch takes 300 MiB; start few, or use a larger machine")
+        yield Finding("memory", "note", text, "a worker with torch takes about 250 MiB; start few workers")
     else:
         yield Finding("memory", "good", text)
     try:
@@ -152,7 +152,7 @@ def check_limits() -> Iterator[Finding]:
         yield Finding(
             "open files",
             "wrong" if files < _FEW_FILES else "note",
-            f"a process may open {files} files; a worker needs two or three for each peer",
+            f"a process may open {files} files; a worker needs about twenty, and one for each peer",
             "ulimit -n 4096, or LimitNOFILE=4096 in a systemd unit",
         )
     else:
@@ -162,7 +162,7 @@ def check_limits() -> Iterator[Finding]:
         yield Finding(
             "processes",
             "note",
-            f"there may be {min(counts)} processes and threads; each worker has ten threads or more",
+            f"there may be {min(counts)} processes and threads; each worker has five threads or more",
             "ulimit -u 4096, or --pids-limit 4096 for a container",
         )
     else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
+import textwrap
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
@@ -11,10 +14,13 @@ import backhaul
 from backhaul._command.output import FAILED, INTERRUPTED, CommandFailure, Output
 from backhaul._command.subcommands import SUBCOMMANDS
 
-_EPILOG = """\
+_DESCRIPTION = "Distributed autograd for PyTorch: start workers, look at them, and find out what is wrong."
+_EPILOG = """
 exit status: 0: all is well. 1: it failed, or something is wrong. 2: the command was used wrongly.
+
 `backhaul NAME --help` explains a subcommand. docs/command.md shows all of them.
 """
+_MAX_WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +48,9 @@ def build_parser(names: set[str]) -> ArgumentParser:
     """The parser of the command, with the options of some subcommands: each takes the import of its module."""
     parser = ArgumentParser(
         prog="backhaul",
-        description="Distributed autograd for PyTorch: start workers, look at them, and find out what is wrong.",
-        epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
+        description=_fill(_DESCRIPTION),
+        epilog=_fill(_EPILOG),
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
@@ -55,13 +61,28 @@ def build_parser(names: set[str]) -> ArgumentParser:
         child = children.add_parser(
             name,
             help=subcommand.summary,
-            formatter_class=RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
         )
         if name in names:
             module = subcommand.load()
-            child.description = module.__doc__
+            child.description = _fill(module.__doc__ or "")
             module.add_arguments(child)
             if subcommand.reports:
                 child.add_argument("--json", action="store_true", default=SUPPRESS, help="print JSON, for programs")
     return parser
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns - 2, _MAX_WIDTH)
+
+
+_Formatter = functools.partial(RawDescriptionHelpFormatter, max_help_position=28, width=_width())
+
+
+def _fill(text: str) -> str:
+    """Break the paragraphs of a text into lines as wide as the terminal; keep lines that begin with a space."""
+    paragraphs = text.strip("\n").split("\n\n")
+    return "\n\n".join(
+        each if each.startswith(" ") else textwrap.fill(" ".join(each.split()), _width()) for each in paragraphs
+    )

@@ -1,8 +1,8 @@
 """Record a running cluster for some seconds, and write the report of the profile: one HTML page.
 
-  backhaul profile                                     the cluster that runs on this host, for 3 s
+  backhaul profile                             the cluster of this host, for 3 s
   backhaul profile --seconds 10 -o slow.html
-  backhaul profile --address 10.0.0.5:7000             another one; its secret is in BACKHAUL_SECRET
+  backhaul profile --address 10.0.0.5:7000     another one, with BACKHAUL_SECRET
 
 All workers record everything that they do, with operations of torch. docs/profiling.md explains the report.
 """

@@ -1,9 +1,9 @@
 """Start a script on several workers, on this host or on several by ssh.
 
-  backhaul run train.py -n 4                       four workers on this host
-  backhaul run train.py --names trainer,table      two workers with these names
-  backhaul run train.py -n 4 --hosts node1,node2   two workers on each of two hosts
-  backhaul run train.py -n 4 -- -n 100             what follows -- goes to the script
+  backhaul run train.py -n 4                    four workers on this host
+  backhaul run train.py --names trainer,table   two workers with these names
+  backhaul run train.py -n 4 --hosts one,two    two workers on each of two hosts
+  backhaul run train.py -n 4 -- -n 100          what follows -- is for SCRIPT
 
 Each worker runs the script with the environment that `bh.init()` reads. Every line that a worker
 prints begins with its name. Ctrl-C ends all workers within 2 seconds. If a worker fails, the others
@@ -51,7 +51,7 @@ class GivenOnce(Action):
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The workers, their hosts, and the script with its arguments."""
-    parser.usage = "backhaul run [options] script.py [options] [--] [arguments of the script]"
+    parser.usage = "backhaul run [options] SCRIPT [options] [--] [arguments of SCRIPT]"
     add = functools.partial(parser.add_argument, action=GivenOnce)
     add("-n", "--workers", type=int, metavar="N", help="how many workers; as many as names or hosts, if not given")
     add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")

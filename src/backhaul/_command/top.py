@@ -1,7 +1,7 @@
 """Show what the workers of a running cluster are doing, live.
 
   backhaul top                           the cluster that runs on this host
-  backhaul top --address 10.0.0.5:7000   another one; its secret is in BACKHAUL_SECRET
+  backhaul top --address 10.0.0.5:7000   another one, with BACKHAUL_SECRET
   backhaul top --once                    print one table and end
   backhaul top --web                     a page for the browser
 

@@ -127,7 +127,7 @@ def launch(
     names = worker_names(workers)
     context = mp.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["__main__", "backhaul"])
+        context.set_forkserver_preload(["__main__", "backhaul._public"])
     job = _dump((function, positional(args), keywords(kwargs), options))
     # Workers meet over their pipes; this store is for programs that also use torch.distributed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

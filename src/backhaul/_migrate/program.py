@@ -42,6 +42,7 @@ def migrate(text: str) -> Migration:
 
     Raises:
         SyntaxError: The text is not Python.
+        ValueError: The result would not be Python.
 
     Example:
         >>> print(
@@ -62,8 +63,13 @@ def migrate(text: str) -> Migration:
         tree = ast.parse(text)
         visitor = _Uses(Source(text), tree)
         visitor.visit(tree)
-    visitor.finish()
-    return Migration(visitor.source.result(), tuple(sorted(set(visitor.remarks))))
+        visitor.finish()
+        made = visitor.source.result()
+        try:
+            ast.parse(made)
+        except SyntaxError as error:
+            raise ValueError(f"this program cannot be migrated: line {error.lineno} would be no Python") from error
+    return Migration(made, tuple(sorted(set(visitor.remarks))))
 
 
 class _Uses(ScopedVisitor):

@@ -29,6 +29,7 @@ from backhaul._monitoring import metrics
 from backhaul._monitoring.cluster_view import ClusterStatus
 from backhaul._monitoring.monitor import Monitor
 from backhaul._runtime.runtime import Runtime
+from backhaul._transport.sockets.interfaces import is_loopback_address
 from backhaul.profiler.inline_page import assemble
 
 log = logging.getLogger("backhaul")
@@ -89,6 +90,8 @@ class Dashboard:
         self._closed = False
         self._server = _Server((host, port), self)
         self._names = {host, "localhost", socket.gethostname()}
+        if host != "localhost" and not is_loopback_address(host):
+            log.warning("the dashboard at %s:%d is not encrypted: who can read its traffic gets its token", host, port)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_address[1]}/#token={quote(self._token, safe='')}"
         """Where the page is, with the token."""

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from backhaul._monitoring.status import FunctionStatus, PassStatus
-from backhaul._runtime.observer import ArrivedCall, CallTrace, GradientKey, ServeTrace, Sessions
+from backhaul._runtime.observer import ArrivedCall, Sessions
+from backhaul._runtime.observer_pair import IdleObserver
 
 _MAX_FUNCTIONS = 256  # that are counted apart; the calls of all others are counted together
 _MAX_PASSES = 64  # that are remembered
@@ -58,7 +59,7 @@ class _CallTimer:
         pass
 
 
-class FunctionTimes:
+class FunctionTimes(IdleObserver):
     """Implements ``Observer`` for one worker. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -95,10 +96,6 @@ class FunctionTimes:
 
     # What the worker does.
 
-    @staticmethod
-    def now() -> int:
-        return time.time_ns()
-
     def arrived(self, call: ArrivedCall) -> int:
         now = time.time_ns()
         call.trace = _CallTimer(self, call, now)
@@ -112,34 +109,3 @@ class FunctionTimes:
         finally:
             with self._lock:
                 self._passes.append(PassStatus(context, number, began, self._clock() - began))
-
-    # What only profiles record.
-
-    def call(self, mode: str, label: str, callee: int) -> CallTrace | None:
-        return None
-
-    def serve(self, note: bytes, caller: int, arrived: int) -> ServeTrace | None:
-        return None
-
-    def waiting(self, inner: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
-        return inner
-
-    def going_on(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def sessions(self) -> Sessions:
-        return ()
-
-    def group(
-        self, sessions: Sessions, key: GradientKey, sender: int, arrived: int
-    ) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def gradient(self, sessions: Sessions, key: GradientKey, to: int, begun: int, nbytes: int) -> None:
-        pass
-
-    def prepare(self, sessions: Sessions, worker: int) -> None:
-        pass
-
-    def report(self, sessions: Sessions, worker: int, *, out: bool) -> None:
-        pass

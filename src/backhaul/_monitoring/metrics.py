@@ -11,7 +11,7 @@ from backhaul._monitoring.status import WorkerStatus
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class _Metric(NamedTuple):
+class WorkerMetric(NamedTuple):
     """A number that each worker has."""
 
     name: str
@@ -20,53 +20,59 @@ class _Metric(NamedTuple):
     of: Callable[[WorkerStatus], float]
 
 
-_METRICS = (
-    _Metric("backhaul_uptime_seconds", "gauge", "Seconds since the worker started.", lambda s: s.uptime),
-    _Metric("backhaul_calls_served_total", "counter", "Calls that the worker has served.", lambda s: s.served),
-    _Metric("backhaul_calls_made_total", "counter", "Calls that the worker has made.", lambda s: s.called),
-    _Metric("backhaul_calls_serving", "gauge", "Calls that the worker serves now.", lambda s: s.num_serving),
-    _Metric("backhaul_calls_pending", "gauge", "Calls that the worker waits for.", lambda s: s.num_calling),
-    _Metric(
+WORKER_METRICS = (
+    WorkerMetric("backhaul_uptime_seconds", "gauge", "Seconds since the worker started.", lambda s: s.uptime),
+    WorkerMetric("backhaul_calls_served_total", "counter", "Calls that the worker has served.", lambda s: s.served),
+    WorkerMetric("backhaul_calls_made_total", "counter", "Calls that the worker has made.", lambda s: s.called),
+    WorkerMetric("backhaul_calls_serving", "gauge", "Calls that the worker serves now.", lambda s: s.num_serving),
+    WorkerMetric("backhaul_calls_pending", "gauge", "Calls that the worker waits for.", lambda s: s.num_calling),
+    WorkerMetric(
         "backhaul_calls_cancelled_total",
         "counter",
         "Calls that the worker made and cancelled.",
         lambda s: s.counters.get("num_calls_cancelled", 0),
     ),
-    _Metric(
+    WorkerMetric(
         "backhaul_calls_dropped_total",
         "counter",
         "Calls that had no caller any more when their turn came.",
         lambda s: s.counters.get("num_calls_dropped", 0),
     ),
-    _Metric(
+    WorkerMetric(
         "backhaul_calls_retried_total",
         "counter",
         "Calls that were made again after the loss of a worker.",
         lambda s: s.counters.get("num_retries", 0),
     ),
-    _Metric("backhaul_tasks_waiting", "gauge", "Tasks that wait for a thread.", lambda s: s.tasks),
-    _Metric("backhaul_memory_bytes", "gauge", "Memory of the process of the worker.", lambda s: s.memory),
-    _Metric(
+    WorkerMetric("backhaul_tasks_waiting", "gauge", "Tasks that wait for a thread.", lambda s: s.tasks),
+    WorkerMetric("backhaul_memory_bytes", "gauge", "Memory of the process of the worker.", lambda s: s.memory),
+    WorkerMetric(
         "backhaul_shared_memory_bytes",
         "gauge",
         "Shared memory that the worker has made for what it sends.",
         lambda s: s.counters.get("shm_bytes", 0),
     ),
-    _Metric("backhaul_values_owned", "gauge", "Values that references point to.", lambda s: s.references.owned),
-    _Metric("backhaul_values_bytes", "gauge", "Memory of the tensors in these.", lambda s: s.references.owned_bytes),
-    _Metric("backhaul_references_held", "gauge", "References to values of other workers.", lambda s: s.references.held),
-    _Metric("backhaul_contexts_open", "gauge", "Autograd contexts that are open.", lambda s: s.graphs.contexts),
-    _Metric(
+    WorkerMetric("backhaul_values_owned", "gauge", "Values that references point to.", lambda s: s.references.owned),
+    WorkerMetric(
+        "backhaul_values_bytes", "gauge", "Memory of the tensors in these.", lambda s: s.references.owned_bytes
+    ),
+    WorkerMetric(
+        "backhaul_references_held", "gauge", "References to values of other workers.", lambda s: s.references.held
+    ),
+    WorkerMetric("backhaul_contexts_open", "gauge", "Autograd contexts that are open.", lambda s: s.graphs.contexts),
+    WorkerMetric(
         "backhaul_messages_awaiting_gradients",
         "gauge",
         "Messages that were sent and wait for their gradients.",
         lambda s: s.graphs.messages,
     ),
-    _Metric("backhaul_gradient_bytes", "gauge", "Gradients that contexts hold.", lambda s: s.graphs.gradient_bytes),
-    _Metric(
+    WorkerMetric(
+        "backhaul_gradient_bytes", "gauge", "Gradients that contexts hold.", lambda s: s.graphs.gradient_bytes
+    ),
+    WorkerMetric(
         "backhaul_passes_running", "gauge", "Backward passes that the worker drives now.", lambda s: s.graphs.passes
     ),
-    _Metric(
+    WorkerMetric(
         "backhaul_passes_total",
         "counter",
         "Backward passes that the worker has driven.",
@@ -83,7 +89,7 @@ def to_prometheus(status: ClusterStatus) -> str:
         *(_line("backhaul_worker_up", _labels(worker), float(worker.state == "up")) for worker in status.workers),
     ]
     answering = [(worker, worker.status) for worker in status.workers if worker.status and worker.state != "lost"]
-    for metric in _METRICS:
+    for metric in WORKER_METRICS:
         lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
         lines += [_line(metric.name, _labels(worker), metric.of(found)) for worker, found in answering]
     lines += _doubts(status)

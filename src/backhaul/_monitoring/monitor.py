@@ -191,7 +191,7 @@ class Monitor:
             if address:
                 self._attempts.begin(key, address)
             else:
-                self._view.broke(key, "listens only on its own host")
+                self._view.broke(key, "it listens at no address that this host can reach")
 
     def _take_connections(self) -> None:
         for key, found in self._attempts.take():

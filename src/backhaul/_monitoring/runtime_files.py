@@ -1,7 +1,7 @@
 """Files by which monitors of the same user find the workers of this host: where each listens, and the cluster's secret.
 
 They are in a folder that only this user can read. A worker removes its file when it ends. A file that a killed worker
-has left behind is removed by the next process that looks.
+has left behind is removed by the next worker that starts, and by the next monitor.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def write(worker: WorkerFile) -> Path | None:
         if not _is_private(where):
             log.info("worker '%s' leaves no file for monitors: others can change %s", worker.name, where)
             return None
+        _remove_those_of_the_dead(where)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
             file.write(msgspec.json.encode(worker))
@@ -99,6 +100,14 @@ def remove(path: Path) -> None:
     """Remove the file of a worker that ends."""
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _remove_those_of_the_dead(where: Path) -> None:
+    """Remove files whose processes are gone. Whether another process has the same id by now, ``find`` sees."""
+    for path in where.glob(f"*{_SUFFIX}"):
+        pid = path.name.partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            remove(path)
 
 
 def find() -> list[LocalCluster]:

@@ -16,7 +16,7 @@ import msgspec
 
 from backhaul._monitoring.function_times import FunctionTimes
 from backhaul._monitoring.snapshot import take_status
-from backhaul._monitoring.status import MonitoringKind, Query, Record, Refused
+from backhaul._monitoring.status import MonitoringKind, Query, Record, Refused, WorkerStatus
 from backhaul._rpc.node import Node
 from backhaul._transport.base import Channel, ChannelClosedError
 from backhaul._wire.frames import Frame
@@ -67,9 +67,12 @@ class StatusServer:
         if channel.backlog > _MAX_BACKLOG_BYTES:
             raise ProtocolError("a monitor that does not read its answers")
         self._watch(min(query.watch, _MAX_WATCH_SECONDS))
+        _answer(channel, Frame(MonitoringKind.STATUS, frame.number, pack(self.status())), timeout=0)
+
+    def status(self) -> WorkerStatus:
+        """What this worker says about itself now."""
         version = getattr(sys.modules.get("backhaul"), "__version__", "")
-        status = take_status(self._node, self.times, self._started, version)
-        _answer(channel, Frame(MonitoringKind.STATUS, frame.number, pack(status)), timeout=0)
+        return take_status(self._node, self.times, self._started, version)
 
     def _admit(self, channel: Channel, frame: Frame) -> bool:
         if not self._open:

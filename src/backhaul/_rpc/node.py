@@ -10,6 +10,7 @@ from typing import Protocol
 from backhaul._devices.cuda import process
 from backhaul._devices.placement import check, maps_of
 from backhaul._options import Options
+from backhaul._rpc.before_nodes import prepare
 from backhaul._rpc.calls.client import CallClient
 from backhaul._rpc.calls.served_call import never_dropped
 from backhaul._rpc.calls.server import CallServer
@@ -186,6 +187,7 @@ def start_node(
     runtime: Runtime | None = None,
 ) -> Node:
     """Make the worker that ``own`` describes, and start it. If this raises, it has closed the endpoint."""
+    prepare()
     worker = Worker(own.info, own.incarnation, endpoint, options, runtime)
     try:
         start_devices(worker, own)

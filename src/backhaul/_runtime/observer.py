@@ -20,7 +20,7 @@ class CallTrace(Protocol):
     """Records a call at the caller. The methods are called in this order, and ``done`` is called in every case."""
 
     def encoded(self) -> bytes:
-        """The arguments are encoded. Returns a note that is sent with them."""
+        """The arguments are encoded. Returns a note that is sent with them; empty: there is none."""
 
     def sent(self, nbytes: int) -> None:
         """The channel has taken the request."""

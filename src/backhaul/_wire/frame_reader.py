@@ -16,6 +16,7 @@ from backhaul._wire.frames import (
     HEAD_OF_ONE,
     HEADER,
     HEADER_BYTES,
+    LANES,
     MAGIC,
     MAX_BUFFERS,
     MAX_GAP_BYTES,
@@ -25,6 +26,7 @@ from backhaul._wire.frames import (
     START,
     VERSION,
     Frame,
+    Lanes,
     Slots,
 )
 from backhaul._wire.memory import Buffer, Recycler
@@ -54,12 +56,18 @@ class FrameReader:
     SCRATCH = 1 << 16  # bytes
 
     def __init__(
-        self, limit: int, recycler: Recycler | None = None, slots: Slots | None = None, buffers: int = MAX_BUFFERS
+        self,
+        limit: int,
+        recycler: Recycler | None = None,
+        slots: Slots | None = None,
+        buffers: int = MAX_BUFFERS,
+        lanes: Lanes | None = None,
     ) -> None:
         self._limit = limit
         self._max_buffers = buffers
         self._recycler = recycler or Recycler()
         self._slots = slots
+        self._lanes = lanes
         # After the scratch memory follow 4 bytes of the size of a gap, and 8 bytes that stay empty: ``fed`` reads the
         # length of a first buffer there even if there is none.
         self._memory = bytearray(self.SCRATCH + 12)
@@ -81,6 +89,11 @@ class FrameReader:
         """Whether part of a frame has been read."""
         return self._partial is not None or self._end > self._start
 
+    @property
+    def blocked(self) -> bool:
+        """Whether a large frame has to be completed first: feed no bytes, and pass 0 to ``fed`` then."""
+        return self._lanes is not None and self._lanes.blocked
+
     def close(self) -> None:
         """Release all slots, also those of an incomplete frame. No more bytes may follow."""
         self._slots = None
@@ -91,7 +104,8 @@ class FrameReader:
         """Account for ``count`` bytes written to ``space``; return the frames that are complete now.
 
         ``cut_frames`` reads frames that are complete in memory, as small frames usually are. It leaves a frame that is
-        incomplete, has flags, or is malformed to ``_read_header`` and ``_read_on``.
+        incomplete, has flags, or is malformed to ``_read_header`` and ``_read_on``. The rest stays in
+        memory while the reader is ``blocked``.
         """
         frames: list[Frame] = []
         memory = self._memory
@@ -99,6 +113,9 @@ class FrameReader:
             start, end = self._start, self._end + count
         elif self._read_on(count, frames):
             start, end = self._start, self._end
+            if self.blocked:
+                self._make_space()
+                return frames
         else:
             self._make_space()
             return frames
@@ -108,7 +125,7 @@ class FrameReader:
                 break
             self._start, self._end = start, end
             self._read_header()
-            if not self._read_on(0, frames):
+            if not self._read_on(0, frames) or self.blocked:
                 self._make_space()
                 return frames
             start, end = self._start, self._end
@@ -258,15 +275,19 @@ class FrameReader:
         if count == 0 and payload:
             raise ProtocolError(f"malformed frame: no buffers, but a payload of {payload} bytes")
         self._start += HEADER_BYTES
-        self._partial = PartialFrame(kind, number, flags, (count, body, payload), self._slots)
+        self._partial = PartialFrame(kind, number, flags, (count, body, payload), self._slots or self._lanes)
 
     def _check_flags(self, flags: int, count: int, body: int) -> None:
-        if flags not in (SLOTS, CONTROL, PIECES, SLOTS | PIECES) or (self._slots is None and flags != PIECES):
+        if not (
+            flags == PIECES
+            or (self._slots is not None and flags in (SLOTS, CONTROL, SLOTS | PIECES))
+            or (self._lanes is not None and flags in (CONTROL, LANES))
+        ):
             raise ProtocolError(f"unknown frame flags {flags:#06x}")
         if flags == CONTROL and (count or body > _MAX_CONTROL_BYTES):
             raise ProtocolError(f"malformed control frame: {count} buffers, {body} bytes")
-        if flags & SLOTS and not count:
-            raise ProtocolError("malformed frame: it has slots but no buffers")
+        if flags & (SLOTS | LANES) and not count:
+            raise ProtocolError("malformed frame: its flags are for buffers, but it has none")
 
 
 def cut_frames_in_python(  # noqa: PLR0917 (as the native core takes them)

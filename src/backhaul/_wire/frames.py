@@ -15,6 +15,9 @@ the channel and to no layer above.
 [Note: pieces] A payload of more than ``PIECE_BYTES`` is sent in pieces of this size. Between two pieces there is a
 *gap*: the size of what follows in 4 bytes, usually 0, and then so many bytes of whole frames. So a small frame of
 another thread need not wait for the end of a large frame. Sizes and limits do not count the gaps.
+
+[Note: lanes] The payload of a large frame may go over other connections of the channel (``lane_pieces``). The frame is
+then a *head*: it has the same lengths, but no payload follows.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ _HEAD = struct.Struct("<5sBHIIQQ")  # as HEADER, with magic and version as one f
 HEAD_OF_ONE = struct.Struct("<5sBHIIQQQ")  # as _HEAD, followed by the table of a frame with one buffer
 MAX_BUFFERS = 1 << 20
 MAX_BODY = (1 << 32) - 1
-SLOTS, CONTROL, PIECES = 1, 2, 4  # flags
+SLOTS, CONTROL, PIECES, LANES = 1, 2, 4, 8  # flags
 _MAX_JOINED_BYTES = 8 << 10  # copying a buffer of up to this size is cheaper than writing it as a separate piece
 PIECE_BYTES = 1 << 20
 """Size of the pieces of a large payload, see [Note: pieces]."""
@@ -56,6 +59,22 @@ class Slots(Protocol):
 
     def resolve(self, place: int, size: int) -> Buffer:
         """The ``size`` bytes at ``place``. Raises ``ProtocolError`` if there is no such place."""
+
+    def control(self, kind: int, number: int, body: bytes) -> None:
+        """Called for each control frame."""
+
+
+class Lanes(Protocol):
+    """What a reader needs to read frames whose payloads are on other connections, see [Note: lanes]."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the reader must not go on with the frames that follow. Changes only while the reader calls this
+        object, or while it waits for ``FrameReader.fed``.
+        """
+
+    def announce(self, frame: Frame, lengths: Sequence[int]) -> None:
+        """Called for each head, with its frame without buffers, and their lengths."""
 
     def control(self, kind: int, number: int, body: bytes) -> None:
         """Called for each control frame."""
@@ -119,6 +138,13 @@ class Frame(msgspec.Struct, eq=False):
             flags, inline = flags | PIECES, list(_pieces_of(inline))
         head = _HEAD.pack(START, self.kind, flags, count, len(body), self.number, payload) + table + body
         return [b"".join((head, *inline))] if size <= _MAX_JOINED_BYTES else [head, *inline]
+
+    def head(self) -> bytes:
+        """The wire form without the buffers, which go over other connections, see [Note: lanes]."""
+        lengths = [len(buffer) for buffer in self.buffers]
+        table = struct.pack(f"<{len(lengths)}Q", *lengths)
+        fields = (START, self.kind, LANES, len(lengths), len(self.body), self.number, sum(lengths))
+        return b"".join((_HEAD.pack(*fields), table, self.body))
 
     def copied(self, recycler: Recycler) -> Frame:
         """The same frame on new memory, as if it had been received."""

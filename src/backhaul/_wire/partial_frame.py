@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Sequence
+from typing import cast
 
-from backhaul._wire.frames import CONTROL, PIECE_BYTES, PIECES, SLOTS, Frame, Slots
+from backhaul._wire.frames import CONTROL, LANES, PIECE_BYTES, PIECES, SLOTS, Frame, Lanes, Slots
 from backhaul._wire.memory import Buffer
 from backhaul.errors import ProtocolError
 
@@ -28,16 +29,18 @@ class PartialFrame:
         "_flags",
         "_kind",
         "_number",
+        "_outside",
         "_payload",
         "_places",
         "_reads",
-        "_slots",
         "_slotted",
         "left",
         "missing",
     )
 
-    def __init__(self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], slots: Slots | None) -> None:
+    def __init__(
+        self, kind: int, number: int, flags: int, sizes: tuple[int, int, int], outside: Slots | Lanes | None
+    ) -> None:
         count, body, payload = sizes
         table = 16 * count if flags & SLOTS else 8 * count
         self.missing = collections.deque((table, body) if count else (body,))
@@ -45,11 +48,12 @@ class PartialFrame:
         self._number = number
         self._flags = flags
         self._payload = payload
-        self._slots = slots
+        self._outside = outside  # the channel's slots or lanes, which no channel has both of
         self._reads = TABLE if count else BODY  # what the next piece is
         self._body: Buffer = b""
         self._buffers: list[Buffer] = []
-        self._places: tuple[int, ...] = ()  # of a frame with slots, whose buffers there are in ``_slotted``
+        # Of a frame with slots, whose buffers there are in ``_slotted``; or the lengths of the buffers of a head.
+        self._places: tuple[int, ...] = ()
         self.left = 0
         self._slotted: list[Buffer] = []
 
@@ -60,7 +64,7 @@ class PartialFrame:
 
     def close(self) -> None:
         """Release the slots."""
-        self._slots = None
+        self._outside = None
         self._slotted = []
 
     def add(self, piece: Buffer) -> None:
@@ -84,24 +88,30 @@ class PartialFrame:
                 raise ProtocolError(
                     f"malformed frame: the buffers have {sum(lengths)} bytes, but the header says {self._payload}"
                 )
-            self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
+            if self._flags & LANES:
+                self._places = lengths
+            else:
+                self.missing.extend(self._resolve(lengths) if self._flags & SLOTS else lengths)
 
     def _resolve(self, lengths: Sequence[int]) -> list[int]:
         """Look up the buffers that are in slots; return the lengths of the others."""
-        assert self._slots is not None
+        slots = cast("Slots", self._outside)
         inline = []
         for length, place in zip(lengths, self._places, strict=True):
             if place:
-                self._slotted.append(self._slots.resolve(place, length))
+                self._slotted.append(slots.resolve(place, length))
             else:
                 inline.append(length)
         return inline
 
     def finish(self) -> Frame | None:
-        """Return the complete frame. A control frame goes to ``slots`` instead."""
+        """Return the complete frame. Control frames and heads go to ``slots`` or ``lanes`` instead."""
         if self._flags == CONTROL:
-            assert self._slots is not None
-            self._slots.control(self._kind, self._number, bytes(self._body))
+            assert self._outside is not None
+            self._outside.control(self._kind, self._number, bytes(self._body))
+            return None
+        if self._flags & LANES:
+            cast("Lanes", self._outside).announce(Frame(self._kind, self._number, self._body), self._places)
             return None
         if self._flags & SLOTS:
             inline, slotted = iter(self._buffers), iter(self._slotted)

@@ -8,6 +8,7 @@ import threading
 
 from backhaul._autograd.api import backward, context, get_gradients
 from backhaul._rpc.api import rpc_async, rpc_sync
+from backhaul._rpc.before_nodes import prepare
 from backhaul._rref.remote import remote
 from backhaul.jit import current_worker, torch_compiler
 from backhaul.jit.names import Api
@@ -37,6 +38,7 @@ def install() -> None:
         >>> backhaul.jit.install()  # does nothing a second time
     """
     global _patches
+    prepare()  # the compiler looks for the functions among the attributes of ``backhaul``
     with _lock:
         if _patches is None:
             _patches = torch_compiler.Patches(

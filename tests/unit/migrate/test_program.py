@@ -71,6 +71,11 @@ def left(program: str) -> list[tuple[int, str]]:
         ("y = {k: rpc.rpc_sync(k, f) for k in names}", "y = {k: bh.rpc_sync(k, f) for k in names}"),
         ("print(f'{rpc.get_worker_info().name}')", "print(f'{bh.get_worker_info().name}')"),
         (
+            'x = f"""ä\n {rpc.RRef!r:>{rpc.get_rpc_timeout()}}"""',
+            'x = f"""ä\n {bh.RRef!r:>{bh.current_worker().options.timeout}}"""',
+        ),
+        ("x = 'a' f'{rpc.remote(a, b)}' f'{rpc.remote(c, d)}'", "x = 'a' f'{bh.remote(a, b)}' f'{bh.remote(c, d)}'"),
+        (
             "x.backward(dist_autograd_ctx_id=c, retain_graph=True)\nrpc.shutdown()",
             "x.backward(context=c, retain_graph=True)\nbh.serve()",
         ),

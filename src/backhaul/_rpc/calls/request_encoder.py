@@ -111,8 +111,8 @@ class RequestEncoder:
                 note = carrier.note_request(pending.peer, encoded)
                 if note is not None:
                     notes[carrier.key] = note
-        if pending.trace is not None:
-            notes[PROFILE] = pending.trace.encoded()
+        if pending.trace is not None and (note := pending.trace.encoded()):
+            notes[PROFILE] = note
 
 
 _HIDDEN = "_backhaul_hidden_arguments"

@@ -22,6 +22,7 @@ from backhaul.errors import BackhaulError
 log = logging.getLogger("backhaul")
 
 _GATHER_SECONDS = 1.0  # for other members to notice too: they need not be asked then
+_PAUSE_SECONDS = 10.0  # before the leader asks the members to look for the same worker again
 _CALL_SECONDS = 3.0
 _MOST_LEADERS = 3  # members that a worker tries to tell
 _MOST_LOOKS = 8  # attempts to connect at the same time
@@ -92,7 +93,9 @@ class LossNews:
         incarnation = silent.record.incarnation
         answers = not silent.lost and self._answers(silent)
         with self._lock:
-            known = self._reporters.pop(incarnation)
+            known = set(self._reporters[incarnation])
+        later = self._worker.runtime.now() + _PAUSE_SECONDS
+        self._worker.thread_pool.call_at(later, functools.partial(self._forget, incarnation))
         if answers or self._ending:
             return
         asked = (
@@ -102,6 +105,10 @@ class LossNews:
         )
         with self._worker.thread_pool.blocking():
             self._calls.call_each(asked, look_for, self._worker.runtime.now() + _CALL_SECONDS)
+
+    def _forget(self, incarnation: str) -> None:
+        with self._lock:
+            del self._reporters[incarnation]
 
     # A worker that is asked.
 

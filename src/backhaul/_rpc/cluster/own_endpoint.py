@@ -139,6 +139,7 @@ class OwnEndpoint:
                 limit=options.limits.frame_bytes,
                 shm_bytes=options.shm_bytes,
                 spin=options.spin,
+                lanes=options.lanes,
                 relayed=options.limits.relayed,
             )
             made.callback(self.endpoint.close)
@@ -148,7 +149,7 @@ class OwnEndpoint:
                 self.endpoint.use_relays(self._own_credentials())
             if several_hosts:
                 self._face_hosts()
-            elif joiners:
+            elif joiners and options.listen:
                 self._await_joiners()
             made.pop_all()
 

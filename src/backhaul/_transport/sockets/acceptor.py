@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.connector import tune
@@ -44,6 +44,7 @@ class Acceptor:
         secret: What peers must know.
         relay: What takes the legs of relayed connections.
         accepted: Called with each connection that has proven itself, after it has left the epoll set.
+        tickets: Of the lanes that channels expect.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Acceptor:
         secret: bytes,
         relay: Relay,
         accepted: Callable[[PendingConnection], None],
+        tickets: Collection[bytes] = (),
     ) -> None:
         self.secret = secret
+        self.tickets = tickets
         self.relay = relay
         self.descriptors = descriptors
         self.pending: dict[int, PendingConnection] = {}

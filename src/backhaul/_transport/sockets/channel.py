@@ -28,6 +28,7 @@ from backhaul._transport.shm import host_memory
 from backhaul._transport.shm.slots import Budget
 from backhaul._transport.sockets.connection import Connection
 from backhaul._transport.sockets.epoll_set import ONE_SHOT
+from backhaul._transport.sockets.lane_reader import LaneReader
 from backhaul._transport.sockets.shared_memory_link import Trimmer, link_to_peer
 from backhaul._transport.sockets.socket_writer import TURN_BYTES, SocketWriter, WriterOwner
 from backhaul._transport.sockets.write_queue import MAX_COPIED_BYTES
@@ -75,22 +76,22 @@ class SocketChannel(Channel):
         wanted: Whether another thread wants to take the channel from the thread that spins.
     """
 
-    def __init__(self, endpoint: ChannelOwner, sock: socket.socket, peer: str) -> None:
+    def __init__(self, endpoint: ChannelOwner, sock: socket.socket, peer: str, lanes: LaneReader | None = None) -> None:
         self.peer = peer
         self.bytes_received: int = 0
         self._endpoint = endpoint
-        self._connection = Connection(sock, peer)
+        self._connection = Connection(sock, peer, None if lanes is None else lanes.fd)
         self._writer = SocketWriter(self._connection, endpoint)
         self._shared = link_to_peer(sock, endpoint.budget, self._writer.write, endpoint.trimmer)
-        self._reader = FrameReader(endpoint.limit, endpoint.recycler, self._shared, endpoint.buffers)
+        self._reader = FrameReader(endpoint.limit, endpoint.recycler, self._shared, endpoint.buffers, lanes)
         self._holder: dict[int, object] = {}  # [0]: the thread that reads, until it releases; see [Note: interrupts]
         self._poller = select.poll()  # for ``receive``; used by the holder
-        self._poller.register(self._connection.fd, select.POLLIN)
+        self._poller.register(self._connection.watched, select.POLLIN)
         self._idle_poller = select.poll()  # for ``spin_read``: this channel, and all others
-        self._idle_poller.register(self._connection.fd, select.POLLIN)
+        self._idle_poller.register(self._connection.watched, select.POLLIN)
         self._idle_poller.register(endpoint.descriptors.fd, select.POLLIN)
-        self._own = (self._connection.fd,)
-        self._all = (self._connection.fd, endpoint.descriptors.fd)
+        self._own = (self._connection.watched,)
+        self._all = (self._connection.watched, endpoint.descriptors.fd)
         self._spin_policy = SpinPolicy(endpoint.spin_limit)  # used by the holder
         self._parked: list[object] = []  # whoever takes the entry out of it holds the channel; see [Note: parking]
         self._since = 0.0  # when the wait for the next message began
@@ -227,7 +228,7 @@ class SocketChannel(Channel):
                 if frames:
                     self._spin_policy.waited = time.perf_counter() - self._since
                     return Received(self, frames)
-                if self.bytes_received >= end and not self._has_buffered():
+                if (self.bytes_received >= end and not self._has_buffered()) or reader.blocked:
                     return None
                 if count >= _LONG_READ_BYTES:
                     os.sched_yield()  # else threads with little to do wait for the end of this thread's time slice
@@ -245,7 +246,7 @@ class SocketChannel(Channel):
 
     @property
     def descriptor(self) -> int:
-        return self._connection.fd
+        return self._connection.watched
 
     def take(self) -> Event | None:
         return self._read()
@@ -260,7 +261,7 @@ class SocketChannel(Channel):
     def _arm(self, mask: int) -> None:
         """Set the events that the epoll set waits for. Does not call ``EpollSet.arm``, to save a call per message."""
         try:
-            self._endpoint.descriptors.modify(self._connection.fd, mask)
+            self._endpoint.descriptors.modify(self._connection.watched, mask)
         except (OSError, ValueError):  # the channel, or the endpoint, is closed
             pass
 
@@ -360,7 +361,7 @@ class SocketChannel(Channel):
 
     def _is_readable(self) -> bool:
         poller = select.poll()
-        poller.register(self._connection.fd, select.POLLIN)
+        poller.register(self._connection.watched, select.POLLIN)
         return self._connection.ended is None and bool(poller.poll(0))
 
     def sever(self) -> None:

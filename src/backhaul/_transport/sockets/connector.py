@@ -14,13 +14,22 @@ from backhaul._transport.sockets import addresses
 from backhaul._transport.sockets.handshake import ClientHandshake
 from backhaul._transport.sockets.interfaces import interfaces
 from backhaul._transport.sockets.relay_legs import Leg, LegHandshake
-from backhaul._transport.sockets.tls import Credentials, explain
+from backhaul._transport.sockets.tls import Credentials
+from backhaul._transport.sockets.tls_socket import explain
 from backhaul.errors import AuthenticationError
 
 # What is in the buffers of a connection delays the frames behind it. On one host larger buffers are not faster.
 _UNIX_BUFFER_BYTES = 1 << 20
 _LOCAL_BUFFER_BYTES = 640 << 10  # of TCP on one host
 _LOCAL_WINDOW_BYTES = 1 << 20
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are on this host."""
+    with contextlib.suppress(OSError):
+        there = sock.getpeername()
+        return not isinstance(there, tuple) or bool(there[0] == sock.getsockname()[0])
+    return False
 
 
 def tune(sock: socket.socket) -> None:
@@ -30,7 +39,7 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if sock.getpeername()[0] == sock.getsockname()[0]:  # else TCP sizes its buffers itself, and better
+        if is_local(sock):  # else TCP sizes its buffers itself, and better
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _LOCAL_WINDOW_BYTES)
 
@@ -39,15 +48,13 @@ class Connector:
     """Opens connections. Thread-safe.
 
     Attributes:
+        secret: What both sides must know.
         credentials: What this side proves itself with over TCP, which is then TLS.
         scope: The interface on which this worker listens, if that is known; link-local addresses are reached there.
-
-    Args:
-        secret: What both sides must know.
     """
 
     def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+        self.secret = secret
         self.credentials: Credentials | None = None
         self.scope: str | None = None
 
@@ -91,7 +98,7 @@ class Connector:
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
             if credentials is not None:
                 sock = credentials.connect(sock)
-            _converse(sock, ClientHandshake(self._secret), address, deadline)
+            _converse(sock, ClientHandshake(self.secret), address, deadline)
             sock.setblocking(False)
             return sock
         except TimeoutError as error:

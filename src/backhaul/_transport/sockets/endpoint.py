@@ -7,6 +7,7 @@ prove that they know the cluster's secret before the endpoint makes a channel of
 from __future__ import annotations
 
 import contextlib
+import resource
 import select
 import socket
 import ssl
@@ -21,14 +22,18 @@ from backhaul._transport.shm.slots import Budget
 from backhaul._transport.signal_wait import SignalWait, may_spin_idly
 from backhaul._transport.sockets.acceptor import Acceptor
 from backhaul._transport.sockets.channel import SocketChannel
-from backhaul._transport.sockets.connector import Connector
+from backhaul._transport.sockets.connector import Connector, is_local
 from backhaul._transport.sockets.epoll_set import EpollSet
+from backhaul._transport.sockets.lane_opening import LaneOpening
+from backhaul._transport.sockets.laned_channel import LanedChannel
 from backhaul._transport.sockets.pending_connections import PendingConnection
 from backhaul._transport.sockets.relay import Relay
 from backhaul._transport.sockets.relay_legs import Leg
 from backhaul._transport.sockets.shared_memory_link import Trimmer
 from backhaul._transport.sockets.tcp_listener import TcpListener, listen_address
-from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket
+from backhaul._transport.sockets.tls import Credentials
+from backhaul._transport.sockets.tls_channel import TlsChannel
+from backhaul._transport.sockets.tls_socket import TlsSocket
 from backhaul._transport.spin_wait import SpinLimit, SpinPolicy, new_signal
 from backhaul._transport.waiter import ChannelWaiter
 from backhaul._wire.frames import MAX_BUFFERS
@@ -36,6 +41,7 @@ from backhaul._wire.memory import Recycler
 
 _MIN_SPIN_TIMEOUT_SECONDS = 0.002  # a thread that polls for no longer than this has other things to do
 _FLUSH_SECONDS = 0.001
+_AUTO_LANES = 16  # of a channel between hosts
 _LONGEST_SECONDS = 1e6  # the system takes no timeouts of more than a few weeks
 
 
@@ -59,6 +65,7 @@ class SocketEndpoint(Endpoint):
         shm_bytes: How much shared memory to use at most; 0 for none. Default: see ``shm.default_ceiling``.
         credentials: What this worker proves itself with over TCP, which is then TLS. See also ``use_tcp``.
         spin: How long threads may spin, see ``Options.spin``.
+        lanes: How many connections carry large frames to a peer, see ``Options.lanes``.
         relayed: How many connections this worker relays for others at most.
 
     Attributes:
@@ -76,10 +83,13 @@ class SocketEndpoint(Endpoint):
         shm_bytes: int | None = None,
         credentials: Credentials | None = None,
         spin: float | Literal["auto"] = "auto",
+        lanes: int | Literal["auto"] = "auto",
         relayed: int = 256,
     ) -> None:
         self.limit = limit
         self.secret = secret
+        self._most_lanes = lanes
+        self.tickets: dict[bytes, LanedChannel] = {}
         self.spin_limit = SpinLimit(spin)
         self._waiting = SpinPolicy(self.spin_limit)  # of the threads that wait for several channels
         self._signal_wait = SignalWait(self.spin_limit)
@@ -97,7 +107,7 @@ class SocketEndpoint(Endpoint):
         self._flush_timer = self.descriptors.add_timer(self._go_on)
         self.relay = Relay(self.descriptors, relayed)
         self._relayed_credentials: Credentials | None = None
-        self._acceptor = Acceptor(self.descriptors, secret, self.relay, self._accepted)
+        self._acceptor = Acceptor(self.descriptors, secret, self.relay, self._accepted, self.tickets)
         self._connector = Connector(secret)
         self._last_read = threading.local()  # .channel: the channel that this thread read last
         self._lock = threading.Lock()  # guards the two below
@@ -289,11 +299,13 @@ class SocketEndpoint(Endpoint):
 
     def _make_channel(self, sock: socket.socket, peer: str, *, relayed: bool) -> Channel:
         try:
-            channel = (
-                TlsChannel(self, TlsSocket(sock), peer)
-                if isinstance(sock, ssl.SSLSocket)
-                else SocketChannel(self, sock, peer)
-            )
+            channel: SocketChannel
+            if isinstance(sock, ssl.SSLSocket):
+                channel = TlsChannel(self, TlsSocket(sock), peer, connects=True, relayed=relayed)
+            elif sock.family == socket.AF_UNIX:
+                channel = SocketChannel(self, sock, peer)
+            else:
+                channel = LanedChannel(self, sock, peer, connects=True, relayed=relayed)
             channel.relayed = relayed
             if not self._adopt(channel):
                 raise ConnectionAbortedError(f"cannot connect to {peer}: this worker is closed")
@@ -303,6 +315,13 @@ class SocketEndpoint(Endpoint):
             raise
 
     def _accepted(self, pending: PendingConnection) -> None:
+        if pending.ticket is not None:
+            expecting = self.tickets.pop(pending.ticket, None)
+            if expecting is None:  # another connection was faster with the same ticket
+                pending.sock.close()
+            else:
+                expecting.attach(pending.sock)
+            return
         channel = pending.make_channel(self)
         if not self._adopt(channel):
             channel.free()
@@ -315,6 +334,21 @@ class SocketEndpoint(Endpoint):
             self._channels[channel.descriptor] = channel
         self.descriptors.watch(channel.descriptor, None, select.EPOLLIN)
         return True
+
+    def count_lanes(self, sock: socket.socket) -> int:
+        """See ``LanesOwner``. A worker with many channels has fewer lanes, so that descriptors are left for others."""
+        if self._most_lanes != "auto":
+            return self._most_lanes
+        if is_local(sock):
+            return 1
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY:
+            return _AUTO_LANES
+        return max(min(most // 4 // (len(self._channels) + 1), _AUTO_LANES), 1)
+
+    def open_lane(self, opening: LaneOpening) -> None:
+        """See ``LanesOwner``."""
+        opening.start(self.descriptors, self._connector.secret, self._connector.credentials)
 
     def forget(self, fd: int) -> None:
         """See ``ChannelOwner``."""

@@ -8,6 +8,9 @@ anything else that the other sends. Pure: bytes in, bytes out.
 
 A proof is an HMAC-SHA-256 over the role and both nonces, so that no proof can be replayed or sent back. The client
 proves itself first: an attacker who connects gets nothing against which to try secrets.
+
+The proofs of a lane, which is a further connection of a channel, are of another role, and over its *ticket* too. The
+server finds the ticket by trying those that it expects.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Collection
 
 from backhaul.errors import AuthenticationError
 
@@ -25,7 +29,9 @@ _PROOF_BYTES = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 
 
-def _proof(secret: bytes, role: bytes, client: bytes, server: bytes) -> bytes:
+def _proof(secret: bytes, role: bytes, client: bytes, server: bytes, ticket: bytes | None = None) -> bytes:
+    if ticket is not None:
+        role, client = role + b" of a lane", ticket + client
     return hmac.digest(secret, b"backhaul/1/" + role + b"/" + client + server, hashlib.sha256)
 
 
@@ -66,11 +72,21 @@ class _Side:
 
 
 class ServerHandshake(_Side):
-    """The accepting side. Feed it the bytes that arrive; send the bytes that it returns."""
+    """The accepting side. Feed it the bytes that arrive; send the bytes that it returns.
 
-    def __init__(self, secret: bytes) -> None:
+    Attributes:
+        ticket: Which ticket the client has proven to know; None: it opens a channel.
+
+    Args:
+        secret: What both sides must know.
+        tickets: Those of the lanes that are expected.
+    """
+
+    def __init__(self, secret: bytes, tickets: Collection[bytes] = ()) -> None:
         super().__init__(secret)
+        self._tickets = tickets
         self._client: bytes | None = None
+        self.ticket: bytes | None = None
 
     def _expected(self) -> int:
         return _GREETING_BYTES if self._client is None else _PROOF_BYTES
@@ -84,10 +100,14 @@ class ServerHandshake(_Side):
             self._client = self._check_greeting()
             self._input.clear()
             return self._greeting()
-        if not hmac.compare_digest(self._input, _proof(self._secret, b"client", self._client, self._nonce)):
-            raise AuthenticationError("the other side does not know the cluster secret")
-        self.done = True
-        return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce)
+        for ticket in (None, *self._tickets):
+            if hmac.compare_digest(self._input, _proof(self._secret, b"client", self._client, self._nonce, ticket)):
+                self.ticket = ticket
+                self.done = True
+                return _ACCEPTED + _proof(self._secret, b"server", self._client, self._nonce, ticket)
+        raise AuthenticationError(
+            "the other side does not know the cluster secret, or the ticket of a lane is not valid"
+        )
 
     refusal = _REFUSED + bytes(_PROOF_BYTES)
 
@@ -102,10 +122,16 @@ class ServerHandshake(_Side):
 
 
 class ClientHandshake(_Side):
-    """The connecting side. Send ``start()``; then use it like ``ServerHandshake``."""
+    """The connecting side. Send ``start()``; then use it like ``ServerHandshake``.
 
-    def __init__(self, secret: bytes) -> None:
+    Args:
+        secret: What both sides must know.
+        ticket: That of the lane; None: the connection is the first one of a channel.
+    """
+
+    def __init__(self, secret: bytes, ticket: bytes | None = None) -> None:
         super().__init__(secret)
+        self._ticket = ticket
         self._server: bytes | None = None
 
     def start(self) -> bytes:
@@ -127,12 +153,13 @@ class ClientHandshake(_Side):
                 )
             self._server = self._check_greeting()
             self._input.clear()
-            return _proof(self._secret, b"client", self._nonce, self._server)
+            return _proof(self._secret, b"client", self._nonce, self._server, self._ticket)
         if self._input[:1] != _ACCEPTED:
             raise AuthenticationError(
                 "the other side refused the connection: its cluster secret differs; use the same secret on both"
             )
-        if not hmac.compare_digest(self._input[1:], _proof(self._secret, b"server", self._nonce, self._server)):
+        expected = _proof(self._secret, b"server", self._nonce, self._server, self._ticket)
+        if not hmac.compare_digest(self._input[1:], expected):
             raise AuthenticationError("the other side does not know the cluster secret")
         self.done = True
         return b""

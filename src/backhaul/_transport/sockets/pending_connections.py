@@ -8,14 +8,18 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Collection
 from typing import Protocol, cast
 
-from backhaul._transport.sockets.channel import ChannelOwner, SocketChannel
+from backhaul._transport.sockets.channel import SocketChannel
 from backhaul._transport.sockets.epoll_set import EpollSet
 from backhaul._transport.sockets.handshake import ServerHandshake
+from backhaul._transport.sockets.laned_channel import LanedChannel, LanesOwner
 from backhaul._transport.sockets.relay import Relay
 from backhaul._transport.sockets.relay_legs import RelayHandshake, begins_leg
-from backhaul._transport.sockets.tls import Credentials, TlsChannel, TlsSocket, begins_tls, explain
+from backhaul._transport.sockets.tls import Credentials, begins_tls
+from backhaul._transport.sockets.tls_channel import TlsChannel
+from backhaul._transport.sockets.tls_socket import TlsSocket, explain
 from backhaul.errors import AuthenticationError
 
 log = logging.getLogger("backhaul")
@@ -29,6 +33,7 @@ class PendingOwner(Protocol):
 
     secret: bytes
     descriptors: EpollSet
+    tickets: Collection[bytes]
     relay: Relay
 
     def admit(self, pending: PendingConnection) -> None:
@@ -61,7 +66,7 @@ class PendingConnection:
         self.since = time.monotonic()
         self.heard = False
         self._owner = owner
-        self._handshake: ServerHandshake | RelayHandshake = ServerHandshake(owner.secret)
+        self._handshake: ServerHandshake | RelayHandshake = ServerHandshake(owner.secret, owner.tickets)
         self._begun = False  # the first byte has come, which tells what the peer wants
         self._ignored = 0  # how often bytes were discarded since the peer was refused; 0: it was not
         self._reading = threading.Lock()  # held by the thread that reads
@@ -72,9 +77,16 @@ class PendingConnection:
         """Set if this connection, which has proven itself, is not for this worker but a leg of a relayed one."""
         return self._handshake if isinstance(self._handshake, RelayHandshake) else None
 
-    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+    @property
+    def ticket(self) -> bytes | None:
+        """The ticket of a lane; None: the connection becomes a channel."""
+        return self._handshake.ticket if isinstance(self._handshake, ServerHandshake) else None
+
+    def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
         """Make the channel that a connection becomes once it has proven itself."""
-        return SocketChannel(endpoint, self.sock, self.peer)
+        if self.sock.family == socket.AF_UNIX:
+            return SocketChannel(endpoint, self.sock, self.peer)
+        return LanedChannel(endpoint, self.sock, self.peer, connects=False)
 
     def read(self) -> None:
         """The descriptor is readable. Several threads may call this at once: the event may belong to the connection
@@ -185,9 +197,9 @@ class TlsPendingConnection(PendingConnection):
         self._secure: TlsSocket | None = None
         self._agreed = False  # the handshake of TLS is done
 
-    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
+    def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
         assert self._secure is not None
-        return TlsChannel(endpoint, self._secure, self.peer)
+        return TlsChannel(endpoint, self._secure, self.peer, connects=False)
 
     def _agree(self) -> int:
         if self._agreed:
@@ -227,7 +239,8 @@ class TlsPendingConnection(PendingConnection):
 class RelayedPendingConnection(TlsPendingConnection):
     """A connection that another end has begun through a relay."""
 
-    def make_channel(self, endpoint: ChannelOwner) -> SocketChannel:
-        channel = super().make_channel(endpoint)
+    def make_channel(self, endpoint: LanesOwner) -> SocketChannel:
+        assert self._secure is not None
+        channel = TlsChannel(endpoint, self._secure, self.peer, connects=False, relayed=True)
         channel.relayed = True
         return channel

@@ -1,7 +1,6 @@
 """The writing side of a channel: many threads send, one at a time writes to the socket. Knows no frames, only bytes.
 
-The thread that writes is an entry in a table under its own name, not a lock: after an interrupt the entry tells
-whether the interrupted thread was the writer. See [Note: interrupts] and [Note: turns].
+See [Note: interrupts] and [Note: turns].
 
 [Note: overtaking] Between two pieces of a large frame (``frames`` [Note: pieces]), its thread writes the small frames
 that other threads have queued meanwhile. These frames overtake the large one. For every other thread this looks as if
@@ -11,12 +10,9 @@ returns only when the large frame is written or queued.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import errno
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -26,7 +22,8 @@ from backhaul._transport.base import ChannelBrokenError
 from backhaul._transport.shm.copies import join
 from backhaul._transport.sockets.connection import Connection
 from backhaul._transport.sockets.epoll_set import EpollSet
-from backhaul._transport.sockets.write_queue import MAX_PARTS, WriteQueue
+from backhaul._transport.sockets.turn import Turn
+from backhaul._transport.sockets.write_queue import MAX_PARTS, WriteQueue, without
 from backhaul._wire.frames import GAP, MAX_GAP_BYTES, fill_gap
 from backhaul._wire.memory import Buffer, Recycler
 
@@ -53,6 +50,7 @@ class SocketWriter:
         queue: What waits to be written.
         written: How many bytes the socket has taken.
         closing: This side has closed the channel. The connection ends when the queue is written.
+        held: The connection does not end yet: other connections of the channel have parts of frames to write.
     """
 
     def __init__(self, connection: Connection, endpoint: WriterOwner) -> None:
@@ -61,8 +59,10 @@ class SocketWriter:
         self.closing = False
         self._connection = connection
         self._endpoint = endpoint
-        self._writer: dict[int, object] = {}  # [0]: the thread that writes, and may change _stalled
-        self._waiters: collections.deque[threading.Lock] = collections.deque()  # of threads that wait to write
+        self.held = False
+        self._turn = Turn()
+        self._writer = self._turn.writer  # [0]: the thread that writes, and may change _stalled
+        self._waiters = self._turn.waiters
         self._stalled = False  # the queue waits for the socket; a thread that polls goes on with it
         self._writable = False  # a poll said so while another thread wrote: that thread goes on with the queue
         self._out_fd = -1  # a second descriptor of the socket, to wait until it is writable
@@ -76,7 +76,7 @@ class SocketWriter:
         queue = self.queue
         try:
             if self._writer.setdefault(0, parts) is not parts and (
-                queue.accepts(parts) or not self._await_turn(parts, timeout)
+                queue.accepts(parts) or not self._turn.wait(parts, timeout)
             ):
                 queue.append(join(parts, self._endpoint.recycler))
                 self.flush()
@@ -93,37 +93,34 @@ class SocketWriter:
             self._writer.clear()
             if queue.parts or self.closing or self._waiters:
                 self._stop_writing(parts)
-        except OSError as error:
-            reason = self._connection.end(os.strerror(error.errno or 0))
-            self._stop_writing(parts)
-            raise ChannelBrokenError(f"the channel to {self._connection.peer} broke: {reason}") from error
         except BaseException as error:
-            if not interrupts.in_wait(error):
-                self._connection.end("interrupted while a thread wrote to it")
-            self._stop_writing(parts)
+            self._fail(error, parts)
             raise
 
-    def _await_turn(self, writer: object, timeout: float | None) -> bool:
-        """Wait until no other thread writes; False if ``timeout`` seconds passed first."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._writer.setdefault(0, writer) is not writer:
-            waiter = threading.Lock()
-            waiter.acquire()
-            self._waiters.append(waiter)
-            # Try again after the append: the thread that stops writing does so first, then looks for waiters.
-            if self._writer.setdefault(0, writer) is writer:
-                break
-            if not interrupts.acquire(waiter, None if deadline is None else deadline - time.monotonic()):
-                return False
-        return True
+    def drain(self, timeout: float | None) -> None:
+        """Write what is queued. What the socket does not take within ``timeout`` seconds is written later."""
+        mine = object()
+        try:
+            if self.queue.parts and self._turn.wait(mine, timeout):
+                self._write_queue(timeout)
+            self._stop_writing(mine)
+        except BaseException as error:
+            self._fail(error, mine)
+            raise
+
+    def _fail(self, error: BaseException, writer: object) -> None:
+        """A thread could not write to the end."""
+        if isinstance(error, OSError):
+            reason = self._connection.end(os.strerror(error.errno or 0))
+            self._stop_writing(writer)
+            raise ChannelBrokenError(f"the channel to {self._connection.peer} broke: {reason}") from error
+        if not interrupts.in_wait(error):
+            self._connection.end("interrupted while a thread wrote to it")
+        self._stop_writing(writer)
 
     def _stop_writing(self, writer: object) -> None:
         """Let other threads write, if ``writer`` kept them from it, and write what they have queued."""
-        if self._writer.get(0) is writer:
-            self._writer.clear()
-        while self._waiters:
-            with contextlib.suppress(IndexError):  # another thread took it
-                self._waiters.popleft().release()
+        self._turn.give_back(writer)
         if self.queue.parts or self.closing:
             self.flush()
 
@@ -147,7 +144,7 @@ class SocketWriter:
                 raise
             if self._waiters:
                 self._stop_writing(mine)
-        if self.closing and not queue.parts:
+        if self.closing and not queue.parts and not self.held:
             connection.end("closed by this side")
 
     def _write_queue(self, timeout: float | None) -> None:
@@ -213,7 +210,7 @@ class SocketWriter:
             self.written += count
             left -= count
             if left:
-                parts = _without(parts, count)
+                parts = without(parts, count)
         return True
 
     def _wait_writable(self, deadline: float | None) -> bool:
@@ -275,9 +272,9 @@ class SocketWriter:
         mine = object()
         sock = self._connection.sock
         try:
-            self._await_turn(mine, None)
+            self._turn.wait(mine, None)
             if sock.fileno() >= 0:  # else the descriptor belongs to another file by now
-                self._endpoint.forget(self._connection.fd)
+                self._endpoint.forget(self._connection.watched)
             if self._out_fd >= 0:
                 self._endpoint.forget(self._out_fd)
                 os.close(self._out_fd)
@@ -292,12 +289,3 @@ class SocketWriter:
         fd, self._out_fd = self._out_fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _without(parts: Sequence[Buffer], count: int) -> list[Buffer]:
-    """The parts without their first ``count`` bytes."""
-    for index, part in enumerate(parts):
-        if count < len(part):
-            return [memoryview(part)[count:], *parts[index + 1 :]]
-        count -= len(part)
-    return []

@@ -79,3 +79,12 @@ class WriteQueue:
                 left -= len(part)
             self.nbytes -= most - left
         return batch
+
+
+def without(parts: Sequence[Buffer], count: int) -> list[Buffer]:
+    """The parts without their first ``count`` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []

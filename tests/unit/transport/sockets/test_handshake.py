@@ -296,3 +296,32 @@ def test_who_should_have_spoken_tls_is_told() -> None:
         client.feed(ServerHandshake.wants_tls)
     with pytest.raises(AuthenticationError, match="speaks TLS"):
         ServerHandshake(SECRET).feed(b"\x16\x03\x01" + bytes(38))
+
+
+# Lanes.
+
+
+def run_lane(ticket: bytes | None, expected: list[bytes]) -> tuple[ClientHandshake, ServerHandshake]:
+    client, server = ClientHandshake(SECRET, ticket), ServerHandshake(SECRET, expected)
+    proof = feed(client, feed(server, client.start(), whole()), whole())
+    feed(client, feed(server, proof, whole()), whole())
+    return client, server
+
+
+def test_a_lane_proves_that_it_knows_its_ticket() -> None:
+    client, server = run_lane(b"two", [b"one", b"two"])
+    assert client.done
+    assert server.ticket == b"two"
+    assert run_lane(None, [b"one"])[1].ticket is None
+
+
+def test_a_ticket_that_is_not_expected() -> None:
+    for expected in ([], [b"one"]):
+        with pytest.raises(AuthenticationError):
+            run_lane(b"two", expected)
+
+
+def test_a_ticket_does_not_replace_the_secret() -> None:
+    client, server = ClientHandshake(b"another", b"one"), ServerHandshake(SECRET, [b"one"])
+    proof = feed(client, feed(server, client.start(), whole()), whole())
+    expect_refusal(server, proof)
