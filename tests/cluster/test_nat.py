@@ -19,6 +19,7 @@ import torch
 
 import backhaul as bh
 from backhaul._rpc.node import Node
+from backhaul._transport.sockets import relay
 
 from .hosts import Host, make_hosts, wait_for
 from .nat import INNER_ADDRESS, hide_hosts
@@ -309,6 +310,42 @@ def test_a_hidden_worker_is_cut_off_and_comes_back(hosts: list[Host], tmp_path: 
     found = on_hosts(hosts, lose_the_link, tmp_path)
     thread.join()
     assert found == [[], ["worker3"], ["worker3"], []]
+
+
+def vanish_together(rank: int, folder: pathlib.Path) -> Any:
+    if rank >= PUBLIC:
+        bh.init(options=options(rank))
+        if rank == 2:
+            assert bh.rpc_sync("worker3", double, args=(torch.ones(1),)).item() == 2
+            (folder / "ready").touch()
+        wait_for(folder / "is cut")
+        os.kill(os.getpid(), signal.SIGKILL)
+    relay._KEEPALIVE = tuple((option, 1) for option, _ in relay._KEEPALIVE)
+    bh.init(options=options(rank))
+    wait_for(folder / "ready")
+    found = bh.get_debug_info()["num_relayed"]
+    wait_for(folder / "is cut")
+    deadline = time.monotonic() + 60
+    while bh.get_debug_info()["num_relayed"]:
+        assert time.monotonic() < deadline, "the relay holds the connection for ever"
+        time.sleep(0.05)
+    bh.shutdown(graceful=False)
+    return found
+
+
+def test_a_relay_notices_that_both_ends_are_gone(hosts: list[Host], tmp_path: pathlib.Path) -> None:
+    def pull() -> None:
+        wait_for(tmp_path / "ready")
+        for host in hosts[PUBLIC:]:
+            host.router.cut()  # type: ignore[attr-defined]
+        (tmp_path / "is cut").touch()
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    found = on_hosts(hosts, vanish_together, tmp_path)
+    thread.join()
+    assert sum(found[:PUBLIC]) == 1
+    assert found[PUBLIC:] == [DIED, DIED]
 
 
 # Errors of init.

@@ -137,7 +137,7 @@ class Node:
 
     @interrupts.uninterruptible
     def _end(self, left: float) -> None:
-        self.peers.shutting_down = True
+        self.peers.shutting_down = self.peers.ending = True
         self.client.close()
         self.peers.connections.close()
         self.worker.close(min(max(left, 0.5), 5.0))

@@ -89,7 +89,7 @@ class RecordLifetimes:
         self._reconcile_later(peer, reason)
 
     def _reconcile_later(self, peer: Peer, reason: str) -> None:
-        over = peer.gone or self._peers.shutting_down or self._worker.closed
+        over = peer.gone or self._peers.ending or self._worker.closed
         if peer.record.id in self._graph.known and not over:
             messages = self._graph.sent_to(peer.record.id)  # as of now: later ones may be under way
             task = functools.partial(self._worker.run, self._reconcile, peer, reason, messages)

@@ -37,7 +37,7 @@ class Anchoring:
 
     def look(self) -> None:
         """Look now whether anchors are missing."""
-        if self._peers.own.record.listens or self._worker.closed or self._peers.shutting_down:
+        if self._peers.own.record.listens or self._worker.closed or self._peers.ending:
             return
         with self._lock:
             self._again, start = True, not self._looking
@@ -49,7 +49,7 @@ class Anchoring:
         complete = True
         while True:
             with self._lock:
-                if not self._again or self._worker.closed or self._peers.shutting_down:
+                if not self._again or self._worker.closed or self._peers.ending:
                     self._looking = False
                     self._round += 1
                     current = self._round
@@ -74,7 +74,7 @@ class Anchoring:
         wanted = anchors_of(own, self._peers.records)
         held = 0
         for place, record in enumerate(wanted):
-            if held == ANCHORS or self._peers.shutting_down:
+            if held == ANCHORS or self._peers.ending:
                 return place == ANCHORS
             peer = self._peers.with_id(record.id)
             held += peer is not None and peer.record.incarnation == record.incarnation and self._reaches(peer)

@@ -120,7 +120,7 @@ class Enrollment:
                 return self._enroll(record, rivals)
 
     def _enroll(self, record: WorkerRecord, rivals: list[Peer]) -> WorkerRecord | Refuse:
-        if self._peers.shutting_down:
+        if self._peers.ending:
             return Refuse("the cluster is being shut down")
         for other in self._admission.expected:
             if other.incarnation == record.incarnation:
@@ -196,7 +196,7 @@ class Enrollment:
     def _check_arrival(self, enrolled: list[WorkerRecord]) -> None:
         """Tell the members which joiners have not come although they were welcomed."""
         absent = [record.incarnation for record in enrolled if not self._admission.has_come(record)]
-        if absent and not self._peers.shutting_down:
+        if absent and not self._peers.ending:
             asked = ((peer, (absent,)) for peer in self._peers if peer is not self._peers.own and not peer.lost)
             with self._worker.thread_pool.blocking():
                 self._calls.call_each(asked, not_come, self._worker.runtime.now() + _TELL_SECONDS)

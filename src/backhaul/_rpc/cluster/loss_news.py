@@ -50,7 +50,7 @@ class LossNews:
 
     @property
     def _ending(self) -> bool:
-        return self._peers.shutting_down or self._worker.closed
+        return self._peers.ending or self._worker.closed
 
     # A worker that notices.
 

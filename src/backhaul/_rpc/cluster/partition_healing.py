@@ -76,7 +76,7 @@ class PartitionHealing:
 
     def compare_with(self, peer: Peer) -> None:
         """A member that was lost can be reached again: compare with it, soon."""
-        if not self._peers.shutting_down:
+        if not self._peers.ending:
             self._submit("compare", peer.record, functools.partial(self._compare, peer))
 
     def _compare(self, peer: Peer) -> None:

@@ -124,8 +124,10 @@ class Peers:
         changing: Held while members come and go, also by ``Admission``, which decides before it changes.
         connections: The channels to the members.
         plain: The ids of the members with ``Peer.plain``.
-        shutting_down: Whether this worker ends or waits for the cluster's shutdown. Nobody may join any more, and
-            members that go are no news.
+        shutting_down: Whether this worker ends or waits for the cluster's shutdown. Members that go are no news for
+            the user then.
+        ending: Whether this worker ends: all are done, or it does not wait for them. Nobody may join any more. A worker
+            that only waits may serve the others for days, and goes on as a member.
         with_id, of, link_of, channel_to, on_lost: Bound functions: the member with an id or None, the link of a
             channel, and those of ``Connections``.
     """
@@ -146,7 +148,7 @@ class Peers:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.plain: set[int] = set()
-        self.shutting_down = False
+        self.shutting_down = self.ending = False
         self.connections = Connections(worker, own, self)
         self.with_id = self._by_id.get
         self.of = self.connections.of

@@ -74,6 +74,7 @@ class GracefulShutdown:
         self._report(deadline)
         if not self._may_exit.wait(deadline - self._worker.runtime.now()):
             raise self._timed_out(timeout)
+        self._peers.ending = True
         if self._leader == self._peers.own.record.id and self._present:
             self._alone.wait(min(_PARTING_SECONDS, max(deadline - self._worker.runtime.now(), 0.0)))
 
@@ -266,6 +267,7 @@ class GracefulShutdown:
         if isinstance(instruction, RequestTallies):
             frame = Frame(Kind.COUNT, 0, pack(Count(instruction.wave)))
         else:
+            self._peers.ending = True
             with self._lock:
                 frame = Frame(Kind.LEAVE, 0, pack(AllDone(dict(self.lost.reasons))))
         deadline = self._worker.runtime.now() + self._worker.options.connect_timeout

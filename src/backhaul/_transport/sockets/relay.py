@@ -25,6 +25,13 @@ _CHUNK_BYTES = 1 << 18  # read at once, and held at most for each direction
 _TURN_BYTES = 1 << 20  # passed on before the thread polls again
 _CHECK_SECONDS = 2.5  # between looks for legs that are late and directions that hang
 
+# An end whose host or network is gone closes nothing. The other end notices, unless it is gone too: then this does.
+_KEEPALIVE: tuple[tuple[int, int], ...] = (
+    (socket.TCP_KEEPIDLE, 15),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 3),
+)
+
 
 class RelayedConnection:
     """Two joined legs. Thread-safe.
@@ -53,6 +60,7 @@ class RelayedConnection:
         with self._lock:
             if not self._ended:
                 for leg in self._legs:
+                    _watch_host(leg)
                     self._descriptors.watch(leg.fileno(), self._pass_on, select.EPOLLIN)
 
     def _pass_on(self) -> None:
@@ -244,6 +252,14 @@ class Relay:
                 os.close(fd)
         for connection in self._carried:
             connection.sever()
+
+
+def _watch_host(leg: socket.socket) -> None:
+    """Let the system end a leg that is idle if the host of its end does not answer."""
+    if leg.family != socket.AF_UNIX:
+        leg.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            leg.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refuse(sock: socket.socket) -> None:
