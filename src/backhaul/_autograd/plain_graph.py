@@ -136,13 +136,6 @@ class PlainGraph(Context):
         self._lost_sends[worker] = frozenset(messages)
         self.drop(messages)
 
-    def abandon(self, driver: int) -> None:
-        """The passes of a driver are over. Their shares stay, so that gradients that are still to come are ignored."""
-        with self.lock:
-            passes = [share for (number, _), share in self.runs.items() if number == driver]
-        for each in passes:
-            each.abandon()
-
     def orphaned(self, recv: Recv) -> tuple[str, str] | None:
         loss = self._losses.get(recv.sender)
         if loss is None or not isinstance(recv, PlainRecv) or recv.generation == loss[0]:

@@ -78,9 +78,6 @@ class Engine:
         self._outbox = GradientOutbox(worker, node.client.peers, self.container)
         recorder = recorder_for(node, self.container)
         node.client.interceptors.add(recorder, from_untrusted=True)
-        self.container.plain.sources = PlainSources(self.container.plain)
-        # Before ``PeerFailures``, which hears of a loss next, and tells the drivers of the passes that this one ended.
-        RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
         self._planner = Planner(worker, node.client, self.drivers.get, self._share_of)
         release = ContextRelease(worker, node.client.peers, self.container, self.drivers, self._messenger)
         self.release = release.release
@@ -94,6 +91,8 @@ class Engine:
             request_orders=self._planner.request_orders,
             failures=PeerFailures(self, node.peers),
         )
+        self.container.plain.sources = PlainSources(self.container.plain)
+        RecordLifetimes(worker, node.client.peers, self.container.plain, self._messenger)
         self.recovery = Recovery(self)
         recorder.keep_requests = self.recovery.keep_requests
         recorder.tell_over = release.tell_again

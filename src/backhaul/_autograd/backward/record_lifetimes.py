@@ -82,10 +82,7 @@ class RecordLifetimes:
             self._reconcile_later(peer, reason)
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
-        """A channel is lost. Messages in it, and notices that messages are gone, may never have arrived. A pass of the
-        other worker is over: the driver ends it when it notices the loss.
-        """
-        self._graph.abandon(peer.record.id)
+        """A channel is lost. Messages in it, and notices that messages are gone, may never have arrived."""
         self._reconcile_later(peer, reason)
 
     def _reconcile_later(self, peer: Peer, reason: str) -> None:

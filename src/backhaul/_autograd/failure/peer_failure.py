@@ -79,6 +79,8 @@ class PeerFailures:
         for context in self._container.select(lambda context: bool(context.runs)):
             for run in list(context.runs.values()):
                 if run.spec.driver == lost:
+                    if context.id == PLAIN:
+                        run.abandon()  # what it told its senders may be lost with the channel; see ``RecordLifetimes``
                     self._tell_again(run, reason)
                 elif run.spec.driver != self._engine.id and (lost in run.sent_to or lost in context.known):
                     run.lost[lost] = reason
