@@ -28,7 +28,7 @@ def anchors_of(record: WorkerRecord, members: Iterable[WorkerRecord]) -> list[Wo
         ...     return WorkerRecord(id, f"w{id}", str(id), f"host{id}", address, "", 0, listens=listens)
         >>> members = [member(1), member(2), member(3, listens=False), member(4)]
         >>> [found.id for found in anchors_of(members[2], members)]
-        [4, 1, 2]
+        [1, 4, 2]
     """
     usable = (member for member in members if member.listens and choose(member, record.host) is not None)
     return sorted(usable, key=lambda member: (_weight(record, member), member.id))
