@@ -119,6 +119,18 @@ def test_members_without_a_channel_learn_of_a_silent_worker(silent: int) -> None
         assert gone == [f"worker{silent}"]
 
 
+def test_all_workers_of_a_large_host_go_silent() -> None:
+    """More than a worker looks for at once."""
+    silent = range(2, 22)
+    with SimCluster(24, seed=10) as cluster:
+        meet(cluster, *((1, number) for number in silent))
+        for number in silent:
+            cluster.crash(f"worker{number}", silent=True)
+        cluster.sleep(120.0)  # three rounds of attempts to connect at the leader, and as many at the others
+        left = ["worker0", "worker1", "worker22", "worker23"]
+        assert {number: lost_for(cluster, f"worker{number}") for number in silent} == dict.fromkeys(silent, left)
+
+
 def test_a_worker_that_only_one_member_cannot_reach_is_lost_for_nobody_else() -> None:
     with SimCluster(4, seed=8) as cluster:
         meet(cluster, (1, 3), (2, 3))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections.abc import Callable
 
 from backhaul._rpc.cluster.internal_calls import InternalCalls, caller
 from backhaul._rpc.cluster.peers import Peer, Peers
@@ -23,6 +24,7 @@ log = logging.getLogger("backhaul")
 
 _GATHER_SECONDS = 1.0  # for other members to notice too: they need not be asked then
 _PAUSE_SECONDS = 10.0  # before the leader asks the members to look for the same worker again
+_RETRY_SECONDS = 1.0  # before a worker looks for another one, if it looked for too many at once
 _CALL_SECONDS = 3.0
 _MOST_LEADERS = 3  # members that a worker tries to tell
 _MOST_LOOKS = 8  # attempts to connect at the same time
@@ -85,15 +87,22 @@ class LossNews:
             if known is not None or silent is None or len(self._reporters) >= _MOST_SILENT:
                 return
             self._reporters[incarnation] = {reporter.record.incarnation}
-        task = functools.partial(self._worker.run, self._spread, silent)
+        self._later(_GATHER_SECONDS, self._spread, silent)
+
+    def _later(self, seconds: float, step: Callable[[Peer], None], silent: Peer) -> None:
+        task = functools.partial(self._worker.run, step, silent)
         submit = functools.partial(self._worker.thread_pool.submit, task)
-        self._worker.thread_pool.call_at(self._worker.runtime.now() + _GATHER_SECONDS, submit)
+        self._worker.thread_pool.call_at(self._worker.runtime.now() + seconds, submit)
 
     def _spread(self, silent: Peer) -> None:
         incarnation = silent.record.incarnation
-        answers = not silent.lost and self._answers(silent)
+        answers = False if silent.lost else self._answers(silent)
+        if answers is None and not self._ending:
+            self._later(_RETRY_SECONDS, self._spread, silent)
+            return
         with self._lock:
-            known = set(self._reporters[incarnation])
+            # Others that went silent at the same time would take all the time that there is.
+            passed_over = self._reporters[incarnation] | self._reporters.keys()
         later = self._worker.runtime.now() + _PAUSE_SECONDS
         self._worker.thread_pool.call_at(later, functools.partial(self._forget, incarnation))
         if answers or self._ending:
@@ -101,7 +110,7 @@ class LossNews:
         asked = (
             (peer, (incarnation,))
             for peer in self._peers
-            if peer not in (self._peers.own, silent) and not peer.lost and peer.record.incarnation not in known
+            if peer is not self._peers.own and not peer.lost and peer.record.incarnation not in passed_over
         )
         with self._worker.thread_pool.blocking():
             self._calls.call_each(asked, look_for, self._worker.runtime.now() + _CALL_SECONDS)
@@ -119,14 +128,17 @@ class LossNews:
             self._worker.thread_pool.submit(functools.partial(self._worker.run, self._look, silent))
 
     def _look(self, silent: Peer) -> None:
-        self._answers(silent)
+        if not silent.channels and not silent.lost and not self._ending and self._answers(silent) is None:
+            self._later(_RETRY_SECONDS, self._look, silent)
 
-    def _answers(self, peer: Peer) -> bool:
-        """Whether a worker can be reached. If not, it is lost for this worker then. True also if nobody looks."""
+    def _answers(self, peer: Peer) -> bool | None:
+        """Whether a worker can be reached. If not, it is lost for this worker then. None: it is not known yet, because
+        this worker looks for it already, or for too many others.
+        """
         incarnation = peer.record.incarnation
         with self._lock:
             if incarnation in self._looking or len(self._looking) >= _MOST_LOOKS:
-                return True
+                return None
             self._looking.add(incarnation)
         try:
             with self._worker.thread_pool.blocking():
