@@ -238,7 +238,7 @@ class SocketChannel(Channel):
             log.warning("closing the channel to %s: %s", self.peer, error, extra={"peer": self.peer})
             return self._lose(f"malformed input: {error}")
         except OSError as error:
-            return self._lose(os.strerror(error.errno or 0))
+            return self._lose(error.strerror or str(error))
 
     def _has_buffered(self) -> bool:
         """Whether there are bytes to read that the descriptor does not report, such as decrypted bytes of TLS."""

@@ -126,7 +126,7 @@ class LaneWriter:
         except ChannelBrokenError:
             raise
         except OSError as error:
-            reason = self._connection.end(os.strerror(error.errno or 0))
+            reason = self._connection.end(error.strerror or str(error))
             raise ChannelBrokenError(f"the channel to {self._connection.peer} broke: {reason}") from error
         except BaseException as error:
             if not interrupts.in_wait(error):
@@ -256,7 +256,7 @@ class LaneWriter:
             try:
                 done = self._push(0.0, TURN_BYTES)
             except OSError as error:
-                self._connection.end(os.strerror(error.errno or 0))
+                self._connection.end(error.strerror or str(error))
                 return
             except BaseException:
                 self._connection.end("interrupted while a thread wrote to it")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from typing import Protocol, cast
 
@@ -171,7 +170,7 @@ class LanedChannel(SocketChannel):
             log.warning("closing the channel to %s: %s", self.peer, error)
             return self._lose(f"malformed input: {error}")
         except OSError as error:
-            return self._lose(os.strerror(error.errno or 0))
+            return self._lose(error.strerror or str(error))
 
     # Writing.
 

@@ -111,7 +111,7 @@ class SocketWriter:
     def _fail(self, error: BaseException, writer: object) -> None:
         """A thread could not write to the end."""
         if isinstance(error, OSError):
-            reason = self._connection.end(os.strerror(error.errno or 0))
+            reason = self._connection.end(error.strerror or str(error))
             self._stop_writing(writer)
             raise ChannelBrokenError(f"the channel to {self._connection.peer} broke: {reason}") from error
         if not interrupts.in_wait(error):
@@ -136,7 +136,7 @@ class SocketWriter:
                     self._write_queue(0.0)
                 self._writer.clear()
             except OSError as error:
-                connection.end(os.strerror(error.errno or 0))
+                connection.end(error.strerror or str(error))
                 self._writer.clear()
             except BaseException:
                 connection.end("interrupted while a thread wrote to it")
