@@ -10,6 +10,8 @@ import torch
 import backhaul as bh
 from backhaul._sim.cluster import SimCluster
 from backhaul._sim.plain_steps import plain_leftovers
+from tools.simulation.one_seed import SimulationSetting
+from tools.simulation.run import run_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
@@ -99,3 +101,10 @@ def test_a_death_that_is_told_to_a_channel_that_the_other_end_has_lost() -> None
         assert records(cluster, "worker1") == 0
         cluster.sleep(10.0)
         assert not plain_leftovers(cluster.nodes.values())
+
+
+@pytest.mark.parametrize("seed", [430, 477, 483])
+def test_records_of_messages_to_a_worker_that_has_said_farewell(seed: int) -> None:
+    """A reply left between the farewell of its receiver and the loss of the channel."""
+    verdict = run_seed(SimulationSetting(seed, workers=5, steps=4, faults=("leave",)))
+    assert verdict.problems == []

@@ -83,6 +83,8 @@ class RecordLifetimes:
 
     def _on_lost(self, peer: Peer, channel: Channel, reason: str) -> None:
         """A channel is lost. Messages in it, and notices that messages are gone, may never have arrived."""
+        if peer.gone and self._peers.with_id(peer.record.id) in (None, peer):
+            self._graph.orphan(peer.record.id, peer.info.name, reason)  # sent between its farewell and the loss
         self._reconcile_later(peer, reason)
 
     def _reconcile_later(self, peer: Peer, reason: str) -> None:
