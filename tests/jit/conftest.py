@@ -19,14 +19,18 @@ COUNTERS = ("num_owner_rrefs", "num_user_rrefs", "num_autograd_contexts", "num_c
 def workers() -> Iterator[list[bh.Worker]]:
     with bh.cluster(3) as made:
         yield made
-        gc.collect()  # pytest.raises keeps frames in a reference cycle
         await_cleanup()
 
 
 def await_cleanup() -> None:
-    """Wait until all workers have released everything. Workers send releases without waiting for them."""
+    """Wait until all workers have released everything. Workers send releases without waiting for them.
+
+    ``pytest.raises`` keeps frames in a reference cycle. It is garbage once no thread holds the error any more.
+    """
     deadline = time.monotonic() + TIMEOUT_SECONDS
+    gc.collect()
     while found := leftovers():
+        gc.collect()
         assert time.monotonic() < deadline, f"not released: {found}"
 
 
