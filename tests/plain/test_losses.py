@@ -39,6 +39,7 @@ def test_a_graph_that_is_gone_with_a_lost_worker(
     with bh.cluster(3) as workers:
         y = call(x)
         lose(workers[2], workers[lost])
+        lose(workers[2], workers[lost])  # once more, with nothing to drop
         with pytest.raises(bh.PeerLostError) as caught:
             y.sum().backward()
         assert (caught.value.worker, caught.value.reason) == (named, "silent for 10 s")

@@ -57,7 +57,7 @@ class PlainGraph(Context):
         self.pending = {}
         self._losses: dict[int, tuple[int, str, str]] = {}  # worker -> how often it was lost, its name, the last reason
         self.losses = self._losses
-        self._lost_sends: dict[int, frozenset[MessageId]] = {}  # worker -> what its last loss has dropped
+        self._lost_sends: dict[int, frozenset[MessageId]] = {}  # worker -> what was dropped last with it
         self._on_death: Callable[[tuple[int, MessageId]], None] = lambda death: None
         self._watch: Callable[[], None] = lambda: None
 
@@ -133,7 +133,8 @@ class PlainGraph(Context):
         for each in passes:
             each.abandon()
         messages = self.sent_to(worker)
-        self._lost_sends[worker] = frozenset(messages)
+        if messages:
+            self._lost_sends[worker] = frozenset(messages)
         self.drop(messages)
 
     def orphaned(self, recv: Recv) -> tuple[str, str] | None:
