@@ -9,20 +9,18 @@ Each time is the median of calls that send a tensor and get one of the same size
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
-import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from links import ADDRESSES, CABLE, run_sides, two_hosts
 
 import backhaul as bh
 from backhaul._rpc.node import Node
@@ -50,50 +48,21 @@ def samples(elements: int) -> dict[str, torch.Tensor]:
     }
 
 
-def ip(*args: str) -> None:
-    """Run ``ip``."""
-    subprocess.run(["ip", *args], check=True, timeout=30)
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """The names of two namespaces, 10.214.0.1 and 10.214.0.2."""
-    mark = secrets.token_hex(3)
-    names = f"bhc-{mark}-0", f"bhc-{mark}-1"
-    made: list[str] = []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            made.append(name)
-        ends = f"bhc{mark}0", f"bhc{mark}1"
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(names, ends, strict=True)):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "link", "set", end, "name", "cable")
-            ip("-n", name, "addr", "add", f"10.214.0.{number + 1}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "delete", name)
-
-
 def limit(names: tuple[str, str], rate: str) -> None:
     """Limit the rate of the cable, in both directions."""
     for name in names:
         tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
-        subprocess.run([*tc, "del", "dev", "cable", "root"], check=False, capture_output=True, timeout=30)
+        subprocess.run([*tc, "del", "dev", CABLE, "root"], check=False, capture_output=True, timeout=30)
         if rate:
             how = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            subprocess.run([*tc, "add", "dev", "cable", "root", *how], check=True, timeout=30)
+            subprocess.run([*tc, "add", "dev", CABLE, "root", *how], check=True, timeout=30)
 
 
 def options(folder: str, rank: int, codec: bh.Codec | None) -> bh.Options:
     """Those of one worker."""
     return bh.Options(
         transport="tcp",
-        bind=f"10.214.0.{rank + 1}",
+        bind=ADDRESSES[rank],
         init_method=f"file://{folder}/store",
         compression=codec,
         security=bh.Security(secret="of the benchmark", allow_plain=True),
@@ -119,20 +88,8 @@ def run_side(folder: str, rank: int, codec: bh.Codec | None, elements: int, repe
 
 def measure(names: tuple[str, str], codec: str, elements: int, repeat: int) -> tuple[float, float]:
     """Bytes of a tensor on the wire, and milliseconds of a call."""
-    with tempfile.TemporaryDirectory() as folder:
-        sides = []
-        for rank, name in enumerate(names):
-            own = [sys.executable, "-W", "ignore", __file__, "--side", str(rank), "--folder", folder, "--codec", codec]
-            size = ["--elements", str(elements), "--repeat", str(repeat)]
-            command = ["ip", "netns", "exec", name, *own, *size]
-            sides.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        try:
-            shown, _ = sides[0].communicate(timeout=WAIT_SECONDS)
-            sides[1].communicate(timeout=WAIT_SECONDS)
-        finally:
-            for side in sides:
-                side.kill()
-                side.wait()
+    given = ["--codec", codec, "--elements", str(elements), "--repeat", str(repeat)]
+    shown = run_sides(names, __file__, *given, seconds=WAIT_SECONDS)
     nbytes, milliseconds = map(float, shown.split())
     return nbytes, milliseconds
 

@@ -15,14 +15,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from links import ADDRESSES, CABLE, Slow, two_hosts
+from links import ADDRESSES, CABLE, Slow, run_sides, two_hosts
 
 WAIT_SECONDS = 300.0
 BULK_FLOATS = 1 << 20  # 4 MiB
@@ -134,19 +133,8 @@ def run_side(given: argparse.Namespace) -> None:
 
 def measure(names: tuple[str, str], work: str, system: str, repeat: int, *more: str) -> dict[str, Any]:
     """Run two workers, one in each host."""
-    with tempfile.TemporaryDirectory() as folder:
-        sides = []
-        for rank, name in enumerate(names):
-            own = [sys.executable, "-W", "ignore", __file__, "--side", str(rank), "--folder", folder]
-            own += ["--work", work, "--system", system, "--repeat", str(repeat), *more]
-            sides.append(subprocess.Popen(["ip", "netns", "exec", name, *own], stdout=subprocess.PIPE, text=True))
-        try:
-            shown, _ = sides[0].communicate(timeout=WAIT_SECONDS)
-            sides[1].communicate(timeout=WAIT_SECONDS)
-        finally:
-            for side in sides:
-                side.kill()
-                side.wait()
+    given = ["--work", work, "--system", system, "--repeat", str(repeat), *more]
+    shown = run_sides(names, __file__, *given, seconds=WAIT_SECONDS)
     found: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return found
 

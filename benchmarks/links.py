@@ -17,6 +17,7 @@ import select
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,6 +95,25 @@ def two_hosts(slow: Slow | None = None) -> Iterator[tuple[str, str]]:
                     slow.control,
                 )
         yield names
+
+
+def run_sides(names: tuple[str, str], program: str, *arguments: str, seconds: float) -> str:
+    """Run a program in each host, with ``--side 0`` and ``--side 1``, a folder for both, and ``arguments``. Returns what
+    side 0 prints.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sides = []
+        for rank, name in enumerate(names):
+            own = [sys.executable, "-W", "ignore", program, "--side", str(rank), "--folder", folder, *arguments]
+            sides.append(subprocess.Popen(["ip", "netns", "exec", name, *own], stdout=subprocess.PIPE, text=True))
+        try:
+            shown, _ = sides[0].communicate(timeout=seconds)
+            sides[1].communicate(timeout=seconds)
+        finally:
+            for side in sides:
+                side.kill()
+                side.wait()
+    return shown
 
 
 class _Direction:
