@@ -98,8 +98,9 @@ def two_hosts(slow: Slow | None = None) -> Iterator[tuple[str, str]]:
 
 
 def run_sides(names: tuple[str, str], program: str, *arguments: str, seconds: float) -> str:
-    """Run a program in each host, with ``--side 0`` and ``--side 1``, a folder for both, and ``arguments``. Returns what
-    side 0 prints.
+    """Run a program in each host, with ``--side 0`` and ``--side 1``, a folder for both, and ``arguments``.
+
+    Returns what side 0 prints.
     """
     with tempfile.TemporaryDirectory() as folder:
         sides = []
