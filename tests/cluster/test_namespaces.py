@@ -242,8 +242,14 @@ def begin_alone(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:
         wait_for(folder / "begun")
         os.environ.update(MASTER_ADDR=hosts[0].address, MASTER_PORT=str(PORT), RANK="1", WORLD_SIZE="2")
         worker = bh.init(join=True, options=options())
-    (folder / ("ended" if rank else "begun")).touch()
-    found = train(worker) if rank else [wait_for(folder / "ended"), bh.get_address()][1]
+    found: Any
+    if rank == 0:
+        found = bh.get_address()
+        (folder / "begun").touch()
+        wait_for(folder / "ended")
+    else:
+        found = train(worker)
+        (folder / "ended").touch()
     bh.shutdown(graceful=False)
     return found
 

@@ -9,6 +9,7 @@ import time
 
 _ALL_PROTOCOLS = 3  # ETH_P_ALL
 _MOST_SECONDS = 90.0
+_SO_RCVBUFFORCE = 33  # as SO_RCVBUF, but beyond what the host allows: a full buffer would lose packets
 
 
 def main(recording: pathlib.Path, end: pathlib.Path) -> None:
@@ -17,7 +18,7 @@ def main(recording: pathlib.Path, end: pathlib.Path) -> None:
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as tap,
         recording.open("wb") as file,
     ):
-        tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 25)
+        tap.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 25)
         tap.settimeout(0.1)
         recording.with_suffix(".ready").touch()
         while time.monotonic() < deadline:
