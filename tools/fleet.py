@@ -28,8 +28,9 @@ import torch
 from backhaul._options import Options
 from backhaul._rpc.api import rpc_async, rpc_sync
 from backhaul._rpc.cluster.membership_table import WorkerRecord
-from backhaul._rpc.futures import Future, wait_all
+from backhaul._rpc.futures import Future
 from backhaul._rpc.node import Node, describe, start_node
+from backhaul._rpc.several_futures import wait_all
 from backhaul._sim.random_steps import forget_states
 from backhaul._transport.sockets.addresses import host_identity
 from backhaul._transport.sockets.endpoint import SocketEndpoint

@@ -6,6 +6,8 @@ from backhaul import _torch_support  # noqa: F401  (first, since it checks the t
 from backhaul import __version__, errors, nn, optim, profiler, ray
 from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
+from backhaul._groups.group import Group, group
+from backhaul._groups.group_calls import GroupCalls
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
 from backhaul._monitoring import extension as _extension  # noqa: F401  (lets each worker answer monitors)
@@ -27,8 +29,9 @@ from backhaul._rpc.calls.retry import Retry
 from backhaul._rpc.cluster.membership_events import MembershipEvent
 from backhaul._rpc.compression import compression
 from backhaul._rpc.ending import leave, serve, shutdown
-from backhaul._rpc.futures import Future, collect_all, wait_all
+from backhaul._rpc.futures import Future
 from backhaul._rpc.security.policy import expose
+from backhaul._rpc.several_futures import as_completed, collect_all, wait_all
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
 from backhaul._types import WorkerInfo
@@ -45,6 +48,8 @@ __all__ = [
     "ContextHandle",
     "Devices",
     "Future",
+    "Group",
+    "GroupCalls",
     "Limits",
     "Liveness",
     "MembershipEvent",
@@ -59,6 +64,7 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "__version__",
+    "as_completed",
     "async_execution",
     "backward",
     "cancelled",
@@ -75,6 +81,7 @@ __all__ = [
     "get_gradients",
     "get_worker_info",
     "get_worker_infos",
+    "group",
     "init",
     "launch",
     "leave",

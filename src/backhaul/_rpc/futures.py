@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
@@ -35,9 +35,9 @@ _counting = threading.Lock()  # guards ``Future._waiting``
 # Methods of torch's C++ class, without the Python functions around them.
 _init: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
 set_result: Callable[[Any, Any], None] = torch._C.Future.set_result
-_is_done: Callable[[Any], bool] = torch._C.Future.done
+is_done: Callable[[Any], bool] = torch._C.Future.done
 _value_of: Callable[[Any], Any] = torch._C.Future.wait
-_call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
+call_when_done: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
 
 
 class CallsOfFutures(Protocol):
@@ -91,7 +91,7 @@ class Future(torch.futures.Future[T]):
             CallTimeoutError: The deadline of the handler or block around this wait is over, see ``deadline``.
             CallCancelledError: The future, or the handler that waits here, was cancelled.
         """
-        if not _is_done(self):
+        if not is_done(self):
             self._wait_until_done(timeout)
         if self._mark is not None:
             return seam.streams.join(self._mark, _value_of(self))  # type: ignore[no-any-return]
@@ -109,11 +109,11 @@ class Future(torch.futures.Future[T]):
         super().set_result(result)
 
     def _wait_until_done(self, timeout: float | None) -> None:
-        if not _is_done(self):
+        if not is_done(self):
             one_shot = runtime_here().one_shot()
-            _call_when_done(self, lambda _: one_shot.open())
+            call_when_done(self, lambda _: one_shot.open())
             with blocking(), self._counted():
-                if not deadlines.wait(one_shot, timeout, "the future was not done", _reading((self,))):
+                if not deadlines.wait(one_shot, timeout, "the future was not done", reading((self,))):
                     raise TimeoutError(f"the future was not done within {timeout:g} s")
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ class Future(torch.futures.Future[T]):
             ...     print(future.cancel(), future.cancel())
             True False
         """
-        if _is_done(self):
+        if is_done(self):
             return False
         if self._call is not None:
             find, number = self._call
@@ -287,7 +287,7 @@ class Kept(Future[T]):
         return None if error is None else copy_without_frames(error).with_traceback(error.__traceback__)
 
 
-def _reading(futures: Sequence[torch.futures.Future[Any]]) -> Wait:
+def reading(futures: Sequence[torch.futures.Future[Any]]) -> Wait:
     """How to wait for futures: if they belong to calls of one worker, by reading the replies."""
     numbers: list[int] = []
     found: set[Callable[[], CallsOfFutures | None]] = set()
@@ -313,81 +313,3 @@ def _go_on(callback: Callable[[Future[T]], S], done: Future[T]) -> S:
 def _check(callback: Any) -> None:
     if not callable(callback):
         raise TypeError(f"a callback must be callable, not {type(callback).__name__}")
-
-
-@overload
-def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch.futures.Future[T]]]: ...
-@overload
-def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]: ...
-@graph_break
-def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
-    """Return a future of ``futures`` that is done when all of them are.
-
-    It fails if one of them failed, with the exception of the first in the list that did.
-
-    Example:
-        >>> one, two = Future(), Future()
-        >>> both = collect_all([one, two])
-        >>> one.set_result(1)
-        >>> two.set_result(2)
-        >>> [future.value() for future in both.wait()]
-        [1, 2]
-    """
-    members = list(futures)
-    made: Future[list[torch.futures.Future[Any]]] = Future()
-    made._cancel = lambda: any([member.cancel() for member in members if isinstance(member, Future)])
-
-    def finish() -> None:
-        for member in members:
-            try:
-                member.wait()
-            except BaseException as error:
-                made.set_exception(error)
-                return
-        made.set_result(members)
-
-    _count_down(members, finish)
-    return made
-
-
-def _count_down(futures: Sequence[torch.futures.Future[Any]], finish: Callable[[], None]) -> None:
-    """Call ``finish`` when all futures are done; at once if they are."""
-    left = len(futures) + 1
-    lock = threading.Lock()  # guards left
-
-    def count(_: Any) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            over = not left
-        if over:
-            finish()
-
-    for future in futures:
-        _call_when_done(future, count)
-    count(None)
-
-
-@overload
-def wait_all(futures: Sequence[torch.futures.Future[T]]) -> list[T]: ...
-@overload
-def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]: ...
-@graph_break
-def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
-    """Wait for all and return their values in order; raise the first exception in that order.
-
-    Example:
-        >>> one, two = Future(), Future()
-        >>> one.set_result(1), two.set_result(2)
-        (None, None)
-        >>> wait_all([one, two])
-        [1, 2]
-    """
-    members = list(futures)
-    missing = [member for member in members if not _is_done(member)]
-    if missing:
-        one_shot = runtime_here().one_shot()
-        _count_down(missing, one_shot.open)
-        with blocking():
-            deadlines.wait(one_shot, None, "not all futures were done", _reading(missing))
-    return list(map(seam.streams.value_of, members))

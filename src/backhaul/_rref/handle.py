@@ -197,6 +197,14 @@ class RRef(Generic[T]):
         keep_until(self, future)
         return future
 
+    def _there(self) -> Future[RRef[T]]:
+        """A future of this reference that is done when the value is there, or could not be made."""
+        made: Future[Any] | None = self._created if self._entry is None else self._entry.value
+        if made is None:
+            made = Future()
+            made.set_result(None)
+        return made.then(lambda done: (done.value(), self)[1])
+
     def _check_created(self) -> None:
         if self._created is not None and self._created.done():
             error = self._created._failure()

@@ -18,8 +18,8 @@ from backhaul._autograd.backward.engine import Engine
 from backhaul._autograd.forward import functions
 from backhaul._autograd.forward.functions import PlainRecv
 from backhaul._rpc.api import rpc_async, rpc_sync
-from backhaul._rpc.futures import wait_all
 from backhaul._rpc.node import Node
+from backhaul._rpc.several_futures import wait_all
 from backhaul._sim.random_steps import (
     RandomStep,
     Tensors,

@@ -18,7 +18,7 @@ import torch
 from backhaul._autograd.api import Mode, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
 from backhaul._rpc.api import rpc_async, rpc_sync
-from backhaul._rpc.futures import wait_all
+from backhaul._rpc.several_futures import wait_all
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
 from backhaul._worker.worker import current_worker

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul._rpc.futures import Future, Kept, collect_all, wait_all
+from backhaul._rpc.futures import Future, Kept
+from backhaul._rpc.several_futures import collect_all, wait_all
 from backhaul.errors import RemoteError
 
 FAILSAFE = 60.0
