@@ -1,8 +1,8 @@
 """Whole steps over several workers.
 
 100 parallel calls to 3 workers and one backward; activations of 64 MiB through 3 workers and back; a training step of
-the model of ``make run``; and how long 32 workers take to start and stop. The second and third also in one process:
-less than that no system can take.
+the model of ``make run``; 64 MiB to 3 workers at once; and how long 32 workers take to start and stop. The second and
+third also in one process: less than that no system can take.
 """
 
 from __future__ import annotations
@@ -61,6 +61,19 @@ def activations(system: System) -> None:
         for name in WORKERS:
             y = system.call(name, pass_on, args=(y,))
         system.backward(ctx, [(y * y).sum()])
+
+
+def take(x: torch.Tensor) -> float:
+    """Reads a little of a large tensor."""
+    return x[-1].item()
+
+
+def broadcast(system: System, x: torch.Tensor) -> None:
+    """One tensor to three workers; the reference has only calls for that."""
+    if system.name == THEIRS:
+        system.wait([system.start(name, take, args=(x,)) for name in WORKERS])
+    else:
+        bh.group(WORKERS).call(take, (x,))
 
 
 def build(kind: str, letters: int, seed: int) -> None:
@@ -127,6 +140,7 @@ def rows(name: str) -> list[Row]:
         Row("fan: 100 parallel calls to 3 workers, one backward", lambda: functools.partial(fan, system)),
         Row(ACTIVATIONS, lambda: functools.partial(activations, system)),
         Row(TRAINING, functools.partial(training, system)),
+        Row("64 MiB to 3 workers", lambda: functools.partial(broadcast, system, torch.ones(1 << 24))),
     ]
 
 
