@@ -30,6 +30,7 @@ NAMES = [
     "Replay",
     "Retry",
     "Security",
+    "Stream",
     "Tls",
     "Worker",
     "WorkerInfo",
@@ -68,6 +69,7 @@ NAMES = [
     "rpc_sync",
     "serve",
     "shutdown",
+    "stream",
     "time_left",
     "wait_all",
 ]

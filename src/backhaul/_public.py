@@ -34,6 +34,7 @@ from backhaul._rpc.security.policy import expose
 from backhaul._rpc.several_futures import as_completed, collect_all, wait_all
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
+from backhaul._streams.stream import Stream, stream
 from backhaul._types import WorkerInfo
 from backhaul._worker.deadlines import cancelled, deadline, time_left
 from backhaul._worker.worker import Worker, current_worker
@@ -60,6 +61,7 @@ __all__ = [
     "Replay",
     "Retry",
     "Security",
+    "Stream",
     "Tls",
     "Worker",
     "WorkerInfo",
@@ -98,6 +100,7 @@ __all__ = [
     "rpc_sync",
     "serve",
     "shutdown",
+    "stream",
     "time_left",
     "wait_all",
 ]

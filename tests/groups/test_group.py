@@ -159,7 +159,7 @@ def test_results_as_they_come() -> None:
     with bh.cluster(3):
         calls = bh.group("worker[12]").map_async(wait_for, [0, 1, 2])
         waits.update(enumerate(gates))
-        found = []
+        found = list[tuple[int, int]]()
         for number in (2, 0, 1):
             gates[number].set()
             if not found:

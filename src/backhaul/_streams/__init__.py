@@ -1,0 +1,1 @@
+"""Streams: a generator that runs on another worker, and is iterated over here."""
