@@ -19,6 +19,8 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "How-tos": [
         "split",
+        "groups",
+        "streams",
         "nn",
         "optim",
         "profiling",

@@ -6,6 +6,7 @@ for its turn. How many requests are under way is the consumer's credit.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -53,16 +54,13 @@ class Source(Generic[T]):
         if isinstance(self._items, AsyncIterator):
             return self._take_later(number)
         try:
-            self._turn_of(number).wait()
+            with self._ends_if_cancelled():
+                self._turn_of(number).wait()
             if self._over or self._closed:
                 return None
-            return (next(self._items),)
-        except StopIteration:
-            self._over = True
+            with self._ends_with_an_error():
+                return (next(self._items),)
             return None
-        except BaseException:
-            self._over = True
-            raise
         finally:
             self._end_turn(number)
             if self._is_to_be_closed():
@@ -71,20 +69,38 @@ class Source(Generic[T]):
     async def _take_later(self, number: int) -> tuple[T] | None:
         assert isinstance(self._items, AsyncIterator)
         try:
-            await self._turn_of(number)
+            with self._ends_if_cancelled():
+                await self._turn_of(number)
             if self._over or self._closed:
                 return None
-            return (await anext(self._items),)
-        except StopAsyncIteration:
-            self._over = True
+            with self._ends_with_an_error():
+                return (await anext(self._items),)
             return None
-        except BaseException:
-            self._over = True
-            raise
         finally:
             self._end_turn(number)
             if self._is_to_be_closed():
                 await self._close_items_later()
+
+    @contextlib.contextmanager
+    def _ends_if_cancelled(self) -> Iterator[None]:
+        """Inside, a request waits for its turn. It is cancelled if the consumer closes the stream, or is lost."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._closed = True
+            raise
+
+    @contextlib.contextmanager
+    def _ends_with_an_error(self) -> Iterator[None]:
+        """Inside, the next item is made. If that fails, or there is none, the generator has ended."""
+        try:
+            yield
+        except (StopIteration, StopAsyncIteration):
+            self._over = True
+        except BaseException:
+            self._over = True
+            raise
 
     def close(self) -> Coroutine[Any, Any, None] | None:
         """Make no more items, and run the ``finally`` blocks of the generator."""
