@@ -37,10 +37,10 @@ def shown_move(what: str, workers: Sequence[str], nbytes: int = 0) -> Iterator[N
 
     Args:
         what: What is done, as in ``"moving 3 modules to"``. The names of the workers follow.
-        workers: The workers to or from which tensors move.
+        workers: The workers to or from which tensors move; none: nothing is shown.
         nbytes: How many bytes the move has; 0: that is not known.
     """
-    if not is_wanted(sys.stderr, os.environ) or not _one_at_a_time.acquire(blocking=False):
+    if not workers or not is_wanted(sys.stderr, os.environ) or not _one_at_a_time.acquire(blocking=False):
         yield
         return
     try:
