@@ -36,10 +36,10 @@ maximum_signature_line_length = 90
 _analyze = ModuleAnalyzer.analyze
 
 
-def analyze_without_overloads(analyzer):
+def analyze_without_overloads(analyzer: ModuleAnalyzer) -> None:
     """Shows one signature for each function: overloads are for type checkers, and docs/typing.md is about them."""
     _analyze(analyzer)
     analyzer.overloads = {}
 
 
-ModuleAnalyzer.analyze = analyze_without_overloads
+ModuleAnalyzer.analyze = analyze_without_overloads  # type: ignore[method-assign, assignment]
