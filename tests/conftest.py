@@ -44,6 +44,7 @@ LONG = (
     "tests/command/test_run_by_ssh.py",
     "tests/monitoring/test_recording.py",
     "tests/cluster/test_processes.py",
+    "tests/cluster/test_tutorial_on_two_hosts.py",
     "tests/cluster/test_notebooks.py",
     "tests/cluster/test_lifecycle.py",
     "tests/conformance/test_transports.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -209,6 +210,9 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     [
         ("script.py",),
         ("-n", "0", "script.py"),
+        ("-n", "two", "script.py"),
+        ("-n", "2", "."),
+        ("-n", "2", "script.py", "--master-port", "99999"),
         ("-n", "2", "nonsense.py"),
         ("-n", "2"),
         ("-n", "2", "script.py", "-n", "3"),
@@ -226,3 +230,14 @@ def test_misuse_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = run_command("run", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "print('started')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run_command("run", "script.py", "-n", "1", "--master-port", port, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--master-port {port}" in done.stderr
+    assert run_command("run", "script.py", "-n", "1", "--master-port", port, cwd=tmp_path).returncode == 0

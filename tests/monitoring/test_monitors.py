@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -292,3 +293,16 @@ class TestTop:
         done = run_command("top", "--once", environ={runtime_files.FOLDER_VARIABLE: str(tmp_path)})
         assert done.returncode == 1
         assert "--address" in done.stderr
+
+    def test_a_place_where_the_page_cannot_be_served(self, cluster: RunningCluster, folder: Path) -> None:
+        environ = {runtime_files.FOLDER_VARIABLE: str(folder)}
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            done = run_command("top", "--web", "--bind", f"127.0.0.1:{taken.getsockname()[1]}", environ=environ)
+        assert done.returncode == 1
+        assert "--bind" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_an_address_without_a_port(self) -> None:
+        done = run_command("top", "--once", "--address", "host", environ={"BACKHAUL_SECRET": SECRET})
+        assert done.returncode == 2
+        assert "HOST:PORT" in done.stderr

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import socket
 import sys
-from argparse import REMAINDER, Action, ArgumentParser, Namespace
+from argparse import REMAINDER, Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_script_arguments(parser, "what each worker runs")
     add("--hosts", metavar="A,B:2", help="hosts, or a file with a host on each line; HOST:2 gets two workers")
     add("--master-addr", metavar="HOST", help="where the workers meet; the first host, if not given")
-    add("--master-port", type=int, metavar="PORT", help="the port there; a free one, if not given")
+    add("--master-port", type=_port, metavar="PORT", help="the port there; a free one, if not given")
     add(
         "--ssh",
         metavar="COMMAND",
@@ -68,12 +68,31 @@ def add_arguments(parser: ArgumentParser) -> None:
 def add_script_arguments(parser: ArgumentParser, script: str, *, required: bool = True) -> None:
     """The script with its arguments, and its workers on this host. ``script``: the help for it."""
     add = functools.partial(parser.add_argument, action=GivenOnce)
-    add("-n", "--workers", type=int, metavar="N", help="how many workers; as many as names or hosts, if not given")
+    add(
+        "-n",
+        "--workers",
+        type=_whole_number,
+        metavar="N",
+        help="how many workers; as many as names or hosts, if not given",
+    )
     add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")
     add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
-    parser.add_argument("script", nargs=None if required else "?", help=script)
-    parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="the arguments of the script")
+    parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help=script)
+    rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="the arguments of the script")
+    rest.required = False
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be a whole number, not {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ArgumentTypeError(f"must be a number from 1 to 65535, not {text!r}")
+    return int(text)
 
 
 def arrange(arguments: Sequence[str]) -> list[str]:
@@ -169,6 +188,8 @@ def _meeting_place(given: Namespace, places: Sequence[WorkerPlace]) -> tuple[str
     first = places[0].host
     if all(place.host == LOCALHOST for place in places):
         address = given.master_addr or "127.0.0.1"
+        if given.master_port:
+            _check_free(given.master_port)
         return address, given.master_port or _free_port()
     if first == LOCALHOST and not given.master_addr:
         raise ValueError(
@@ -176,6 +197,18 @@ def _meeting_place(given: Namespace, places: Sequence[WorkerPlace]) -> tuple[str
             "with --master-addr"
         )
     return given.master_addr or first.rpartition("@")[2].strip("[]"), given.master_port or random.choice(_PORTS)
+
+
+def _check_free(port: int) -> None:
+    """The workers would find out too, but later, and with a traceback each."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"--master-port {port} cannot be used: {error.strerror}; give another one, or none for a free one"
+            ) from None
 
 
 def _free_port() -> int:
@@ -191,7 +224,10 @@ def _free_port() -> int:
 def _script_command(given: Namespace, places: Sequence[WorkerPlace]) -> list[str]:
     arguments = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
     if not given.module and any(place.host == LOCALHOST for place in places) and not Path(given.script).is_file():
-        raise CommandFailure(f"there is no file {given.script}; a module is started with -m", MISUSED)
+        what = "is a folder" if Path(given.script).is_dir() else "does not exist"
+        raise CommandFailure(
+            f"{given.script} {what}; give the path of a script, or -m and the name of a module", MISUSED
+        )
     return [given.python or sys.executable, *(["-m"] if given.module else []), given.script, *arguments]
 
 
