@@ -74,8 +74,8 @@ class Coder(nn.Linear):
 
 
 def test_futures_and_methods() -> None:
-    (part,) = bh.nn.split(nn.Sequential(nn.Sequential(Coder(4, 4))), {"0": "worker1"})
-    (inner,) = part.children()
+    part: Any = bh.nn.split(nn.Sequential(nn.Sequential(Coder(4, 4))), {"0": "worker1"})[0]
+    inner: Any = part.get_submodule("0")
     x = torch.ones(2, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert part.forward_async(x).wait().dtype == torch.bfloat16
