@@ -72,11 +72,17 @@ class TestWhatAMonitorSees:
     def test_all_workers_and_what_they_do(self, cluster: RunningCluster, monitor: Monitor) -> None:
         until(lambda: states(monitor.refresh()) == dict.fromkeys(cluster.processes, "up"))
         driver = until(
-            lambda: next((each for each in monitor.refresh().workers if each.id == 0 and each.rates.passes > 0), None)
+            lambda: next(
+                (
+                    each
+                    for each in monitor.refresh().workers
+                    if each.id == 0 and min(each.rates.passes, each.rates.called, each.rates.sent) > 0
+                ),
+                None,
+            )
         )
         assert driver.status is not None
         assert driver.status.pid == cluster.pid("worker0")
-        assert driver.rates.called > 0 < driver.rates.sent
         assert driver.status.passes[-1].seconds > 0
         served = until(lambda: next((each for each in monitor.refresh().workers[1:2] if each.rates.served > 0), None))
         assert served.status is not None
