@@ -15,6 +15,8 @@ import pytest
 from ..cluster.hosts import make_hosts
 from .processes import COMMAND, SECONDS, run_command
 
+pytestmark = pytest.mark.timeout(240)
+
 # Prints what it got; no torch, so that it is fast.
 ECHO = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], *sys.argv[1:])"
 
