@@ -25,6 +25,7 @@ from links import ADDRESSES, CABLE, Slow, run_sides, two_hosts
 
 WAIT_SECONDS = 300.0
 BULK_FLOATS = 1 << 20  # 4 MiB
+SMALL_CALLS = 150  # alone
 PORT = 29610
 
 
@@ -50,11 +51,12 @@ def measure_echo(call: Call, repeat: int) -> dict[str, Any]:
 
 
 def measure_bulk(call: Call, repeat: int) -> dict[str, Any]:
-    """4 MiB one way; and small calls while another thread sends 4 MiB all the time."""
+    """4 MiB one way; small calls alone; and small calls while another thread sends 4 MiB all the time."""
     x, small = torch.rand(BULK_FLOATS), torch.rand(16)
     call("worker1", take, args=(small,))
     first = timed(lambda: call("worker1", take, args=(x,)))
     alone = [timed(lambda: call("worker1", take, args=(x,))) for _ in range(repeat)]
+    quiet = [timed(lambda: call("worker1", echo, args=(small,))) for _ in range(SMALL_CALLS)]
     beside: list[float] = []
     over = threading.Event()
 
@@ -68,7 +70,7 @@ def measure_bulk(call: Call, repeat: int) -> dict[str, Any]:
     while not over.is_set():
         beside.append(timed(lambda: call("worker1", echo, args=(small,))))
     thread.join()
-    return {"first": first, "seconds": alone, "beside": beside}
+    return {"first": first, "seconds": alone, "quiet": quiet, "beside": beside}
 
 
 WORK = {"echo": measure_echo, "bulk": measure_bulk}
@@ -181,22 +183,23 @@ def show_cable(rounds: int, repeat: int) -> None:
     print(f"| iperf3, the best of all rounds | | {best / 1e9:.1f} Gbit/s | |", flush=True)
 
 
-def show_slow(rounds: int, repeat: int) -> None:
+def show_slow(rounds: int, repeat: int, link: Slow) -> None:
     """Print what a slow link carries."""
     found = dict[str, list[dict[str, Any]]]()
-    with two_hosts(Slow()) as names:
+    with two_hosts(link) as names:
         for _ in range(rounds):
             for title, (system, *more) in SYSTEMS.items():
                 found.setdefault(title, []).append(measure(names, "bulk", system, repeat, *more))
-    print("| slow link | 4 MiB one way | the first time | a small call beside it | 90 % | 99 % |")
-    print("|---|---|---|---|---|---|")
+    print("| slow link | 4 MiB one way | the first time | a small call alone | 99 % | beside 4 MiB | 90 % | 99 % |")
+    print("|---|---|---|---|---|---|---|---|")
     for title, each in found.items():
         bulk = statistics.median(seconds for one in each for seconds in one["seconds"])
         first = statistics.median(one["first"] for one in each)
-        beside = [seconds for one in each for seconds in one["beside"]]
-        cuts = statistics.quantiles(beside, n=100)
-        shown = " | ".join(f"{1e3 * cuts[share - 1]:.0f} ms" for share in (50, 90, 99))
-        print(f"| {title} | {bulk:.2f} s | {first:.2f} s | {shown} |", flush=True)
+        shown = []
+        for kind, shares in (("quiet", (50, 99)), ("beside", (50, 90, 99))):
+            cuts = statistics.quantiles((seconds for one in each for seconds in one[kind]), n=100)
+            shown += [f"{1e3 * cuts[share - 1]:.0f} ms" for share in shares]
+        print(f"| {title} | {bulk:.2f} s | {first:.2f} s | {' | '.join(shown)} |", flush=True)
 
 
 def main() -> None:
@@ -205,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often the systems take turns")
     parser.add_argument("--repeat", type=int, default=9, help="transfers in each turn")
     parser.add_argument("--link", choices=("fast", "slow"), help="only this one")
+    parser.add_argument("--loss", type=float, default=Slow().loss, help="the share of packets that the slow link loses")
     parser.add_argument("--only", help="only the systems with this in their name")
     parser.add_argument("--skip", help="not the systems with this in their name")
     for hidden in ("--side", "--lanes"):
@@ -224,7 +228,7 @@ def main() -> None:
     if given.link != "slow":
         show_cable(given.rounds, given.repeat)
     if given.link != "fast":
-        show_slow(given.rounds, given.repeat)
+        show_slow(given.rounds, given.repeat, Slow(loss=given.loss))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from backhaul.errors import ProtocolError
 
 PIECE_HEAD = struct.Struct("<QQI")
 GRAIN_BYTES = 16 << 10
-MAX_PIECE_BYTES = 1 << 20
+MAX_PIECE_BYTES = 512 << 10  # on a fast path, pieces of 1 MiB make an echo a third slower
 _FIRST_PIECE_BYTES = 64 << 10
 
 
