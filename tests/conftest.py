@@ -41,6 +41,8 @@ LONG = (
     "tests/profiler/test_report_browser.py",
     "tests/command/test_doctor.py",
     "tests/command/test_run.py",
+    "tests/command/test_run_by_ssh.py",
+    "tests/monitoring/test_recording.py",
     "tests/cluster/test_processes.py",
     "tests/cluster/test_notebooks.py",
     "tests/cluster/test_lifecycle.py",

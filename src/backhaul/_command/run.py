@@ -20,7 +20,7 @@ import shlex
 import socket
 import sys
 from argparse import REMAINDER, Action, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,8 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The workers, their hosts, and the script with its arguments."""
     parser.usage = "backhaul run [options] SCRIPT [options] [--] [arguments of SCRIPT]"
     add = functools.partial(parser.add_argument, action=GivenOnce)
-    add("-n", "--workers", type=int, metavar="N", help="how many workers; as many as names or hosts, if not given")
-    add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")
+    add_script_arguments(parser, "what each worker runs")
     add("--hosts", metavar="A,B:2", help="hosts, or a file with a host on each line; HOST:2 gets two workers")
     add("--master-addr", metavar="HOST", help="where the workers meet; the first host, if not given")
     add("--master-port", type=int, metavar="PORT", help="the port there; a free one, if not given")
@@ -63,10 +62,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="COMMAND",
         help=f"how hosts are reached; {SSH_VARIABLE}, or ssh without a password, if not given",
     )
-    add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for workers of other hosts")
+
+
+def add_script_arguments(parser: ArgumentParser, script: str, *, required: bool = True) -> None:
+    """The script with its arguments, and its workers on this host. ``script``: the help for it."""
+    add = functools.partial(parser.add_argument, action=GivenOnce)
+    add("-n", "--workers", type=int, metavar="N", help="how many workers; as many as names or hosts, if not given")
+    add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")
+    add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
-    parser.add_argument("script", help="what each worker runs")
+    parser.add_argument("script", nargs=None if required else "?", help=script)
     parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="the arguments of the script")
 
 
@@ -77,9 +83,15 @@ def arrange(arguments: Sequence[str]) -> list[str]:
         >>> arrange(["train.py", "--epochs", "3", "-n", "4", "--", "-n", "5"])
         ['-n', '4', '--', 'train.py', '--epochs', '3', '-n', '5']
     """
+    return options_first(arguments, add_arguments)
+
+
+def options_first(arguments: Sequence[str], add_options: Callable[[ArgumentParser], None]) -> list[str]:
+    """As ``arrange``, for a command whose options ``add_options`` adds."""
     parser = ArgumentParser(add_help=False)
-    add_arguments(parser)
+    add_options(parser)
     valued = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
+    flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     own: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
@@ -89,7 +101,7 @@ def arrange(arguments: Sequence[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if name in valued:
             own += [word] if equals else [word, *[value for value in [next(words, None)] if value is not None]]
-        elif word in ("-m", "--module") or (word.startswith("-") and not rest):
+        elif word in flags or (word.startswith("-") and not rest):
             own.append(word)
         else:
             rest.append(word)
@@ -98,14 +110,33 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 def main(given: Namespace, output: Output) -> int:
     """Run the script. Returns the exit status of the first failure."""
+    return exit_status(run_script(given))
+
+
+def exit_status(supervisor: Supervisor) -> int:
+    """That of the first failure of a run."""
+    return supervisor.progress.exit_status() or (FAILED if supervisor.unanswered else 0)
+
+
+def run_script(
+    given: Namespace, *, variables: Mapping[str, str] | None = None, enough: int | None = None
+) -> Supervisor:
+    """Run the script to its end, and say on the standard error how it failed, if it did.
+
+    Args:
+        given: What ``add_arguments`` adds.
+        variables: Further variables for all workers.
+        enough: A descriptor. Once it can be read, the run has served its purpose: the workers are ended, which is no
+            failure. Then what workers print goes to the standard error, because the output is not theirs.
+    """
     try:
         places = _places(given)
         address, port = _meeting_place(given, places)
     except ValueError as error:
         raise CommandFailure(f"{error}", MISUSED) from None
     command = _script_command(given, places)
-    supervisor = Supervisor([place.name for place in places])
-    common = _common_environment(given)
+    supervisor = Supervisor([place.name for place in places], enough)
+    common = {**_common_environment(given), **(variables or {})}
     try:
         with supervisor.catch_signals():
             for host in dict.fromkeys(place.host for place in places):
@@ -119,7 +150,7 @@ def main(given: Namespace, output: Output) -> int:
     finally:
         supervisor.close()
     _conclude(supervisor)
-    return supervisor.progress.exit_status() or (FAILED if supervisor.unanswered else 0)
+    return supervisor
 
 
 def _places(given: Namespace) -> list[WorkerPlace]:
