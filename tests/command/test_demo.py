@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from .processes import run_command
+
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_tour(tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ class RunningCluster:
     def ask(self, name: str, question: str) -> Any:
         """Have the program of a worker answer."""
         self.pipes[name].send(question)
+        return self.answer(name)
+
+    def answer(self, name: str) -> Any:
+        """What the program of a worker says."""
         assert self.pipes[name].poll(SECONDS), f"{name} does not answer"
         return self.pipes[name].recv()
 

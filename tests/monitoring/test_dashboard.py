@@ -19,7 +19,7 @@ from tests.monitoring.clusters import SECONDS, RunningCluster, running, until
 from tests.page_checks import problems
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = re.compile(r'([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\} ([0-9.e+-]+)')
@@ -155,8 +155,9 @@ class TestPage:
         page.locator('[data-testid="functions"] td', has_text="scale").first.wait_for()
         page.locator('[data-testid="steps"] figcaption', has_text="worker0: last step").wait_for()
         page.locator('[data-testid="channels"] td', has_text="worker2").first.wait_for()
-        assert page.get_by_test_id("summary").inner_text() == "✓ 3 up"
-        assert page.get_by_test_id("live").inner_text().endswith("live")
+        page.get_by_test_id("summary").get_by_text("✓ 3 up", exact=True).wait_for()
+        assert page.get_by_test_id("summary").locator("li").count() == 1
+        page.get_by_test_id("live").filter(has_text=re.compile("live$")).wait_for()
 
     def test_the_token_leaves_the_address_bar(self, page: Page) -> None:
         assert "token" not in page.url
@@ -183,6 +184,21 @@ class TestPage:
     def test_pause(self, page: Page) -> None:
         page.get_by_test_id("pause").click()
         assert page.get_by_test_id("pause").get_attribute("aria-pressed") == "true"
+        assert page.get_by_test_id("live").inner_text().endswith("paused")
+
+    def test_an_answer_that_was_on_its_way_does_not_end_the_pause(self, page: Page) -> None:
+        held: list[Route] = []
+
+        def hold_one(route: Route) -> None:
+            route.continue_() if held else held.append(route)
+
+        page.route("**/api/status", hold_one)
+        with page.expect_request("**/api/status"):
+            pass
+        before = page.evaluate("status.time")
+        page.get_by_test_id("pause").click()
+        held[0].continue_()
+        page.wait_for_function("before => status.time !== before", arg=before)  # it was shown
         assert page.get_by_test_id("live").inner_text().endswith("paused")
 
     def test_it_is_accessible(self, page: Page) -> None:

@@ -15,7 +15,7 @@ from backhaul._monitoring import runtime_files
 from backhaul._monitoring.step_graph import last_step, to_page, to_svg
 from backhaul.profiler.model import Timeline
 from tests.command.processes import run_command
-from tests.monitoring.clusters import RunningCluster, running, scale
+from tests.monitoring.clusters import RunningCluster, running, scale, until
 
 
 def outer(x: torch.Tensor) -> torch.Tensor:
@@ -75,11 +75,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningC
 def test_the_commands(cluster: tuple[RunningCluster, Path], tmp_path: Path, subcommand: str) -> None:
     environ = {runtime_files.FOLDER_VARIABLE: str(cluster[1])}
     options = ("--no-ops",) if subcommand == "trace" else ()
-    done = run_command(subcommand, "--json", "--seconds", "0.4", *options, cwd=tmp_path, environ=environ)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["workers"] == list(cluster[0].processes)
-    text = (tmp_path / report["file"]).read_text()
+
+    def record() -> str:
+        """The file, if the cluster has made a whole step in that time."""
+        done = run_command(subcommand, "--json", "--seconds", "0.4", *options, cwd=tmp_path, environ=environ)
+        if done.returncode == 1 and "no backward pass ended" in done.stderr:
+            return ""
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["workers"] == list(cluster[0].processes)
+        text = (tmp_path / report["file"]).read_text()
+        return text if "scale" in text else ""
+
+    text = until(record)
     if subcommand == "trace":
         events = json.loads(text)["traceEvents"]
         assert {event["args"]["name"].split()[0] for event in events if event["name"] == "process_name"} >= {"worker0"}
