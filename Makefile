@@ -105,15 +105,17 @@ launchers: ## Install Open MPI, MPICH and Slurm for the tests of launchers, wher
 	fi; \
 	echo "Open MPI, MPICH or Slurm is missing: the tests that need it are skipped."
 
-networks: ## Install iproute2 and iptables for the tests on several hosts, where apt-get can
-	@command -v ip >/dev/null && command -v iptables >/dev/null && exit 0; \
+NETWORKS := iproute2 iptables openssh-client openssh-server
+networks: ## Install iproute2, iptables and OpenSSH for the tests on several hosts, where apt-get can
+	@for name in ip iptables ssh ssh-keygen sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || missing=yes; done; \
+	test -z "$$missing" && exit 0; \
 	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
-		echo "Installing iproute2 and iptables for the tests on several hosts."; \
+		echo "Installing iproute2, iptables and OpenSSH for the tests on several hosts."; \
 		export DEBIAN_FRONTEND=noninteractive; \
 		timeout 300 apt-get -qq update >/dev/null 2>&1; \
-		timeout 600 apt-get -qq install -y --no-install-recommends iproute2 iptables >/dev/null 2>&1 && exit 0; \
+		timeout 600 apt-get -qq install -y --no-install-recommends $(NETWORKS) >/dev/null 2>&1 && exit 0; \
 	fi; \
-	echo "There is no iproute2, or no iptables: the tests that need it are skipped."
+	echo "iproute2, iptables or OpenSSH is missing: the tests that need it are skipped."
 
 bench: env ## Measure programs and calls side by side with torch.distributed; ARGS such as --quick, --rows RNN,echo, --regress
 	@$(BIN)/python benchmarks/bench.py $(ARGS)

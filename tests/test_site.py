@@ -29,6 +29,9 @@ from .test_documentation import TORCHS_OWN
 ROOT = Path(__file__).parent.parent
 TUTORIALS = notebooks.pages()
 NEEDS = {"trainers": "lightning"}
+BUILD_SECONDS = 220  # on a machine that is busy with other tests
+
+pytestmark = pytest.mark.timeout(240)
 
 
 # The site as a whole.
@@ -40,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     program = f"import sys, pathlib, tools.site.__main__ as s; sys.exit(s.main(pathlib.Path({str(target)!r})))"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return target / "html"
 

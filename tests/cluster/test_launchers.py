@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -55,7 +56,7 @@ def test_torchrun_restarts_workers_that_die_before_and_after_init(tmp_path: Path
 def test_nodes_of_torchrun_come_and_go(tmp_path: Path) -> None:
     """Two nodes, then three, then two, which finish the work."""
     conf = "last_call_timeout=1,keep_alive_interval=1,timeout=90,join_timeout=90"
-    options = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    options = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job", "--rdzv-conf", conf]
     command = [*TORCHRUN, *options, "--local-addr", "127.0.0.1", str(PROGRAM), str(tmp_path), "elastic"]
     logs, nodes = [tmp_path / f"node{number}" for number in range(3)], list[subprocess.Popen[bytes]]()
@@ -69,7 +70,7 @@ def test_nodes_of_torchrun_come_and_go(tmp_path: Path) -> None:
 
     def until(size: int) -> None:
         """The next line of the file says that so many workers have met."""
-        for _ in range(int(PATIENCE * 10)):
+        for _ in range(int(PATIENCE * 15)):
             found = met(tmp_path)
             if found and len(found[-1]) == size:
                 return
@@ -83,10 +84,12 @@ def test_nodes_of_torchrun_come_and_go(tmp_path: Path) -> None:
         until(2)
         start()
         until(3)
+        (tmp_path / "finish").touch()
         nodes[2].terminate()
         codes = [node.wait(PATIENCE) for node in nodes[:2]]
         assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-        assert [len(names) for names in met(tmp_path)] == [2, 3, 2]
+        # A node that is slow misses a round: then two meet more than once before the three do.
+        assert [size for size, _ in itertools.groupby(map(len, met(tmp_path)))] == [2, 3, 2]
     finally:
         for node in nodes:
             node.terminate()

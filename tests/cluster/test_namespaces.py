@@ -282,7 +282,7 @@ def test_who_begins_alone_and_does_not_listen(hosts: list[Host]) -> None:
 
 # A cable that is pulled.
 
-LOST_SECONDS = 2.0
+LOST_SECONDS = 4.0  # a busy machine may keep a worker from its heartbeats for a while
 
 
 def drive(rank: int, hosts: list[Host], folder: pathlib.Path) -> Any:

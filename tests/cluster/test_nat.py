@@ -327,6 +327,7 @@ def vanish_together(rank: int, folder: pathlib.Path) -> Any:
     bh.init(options=options(rank))
     wait_for(folder / "ready")
     found = bh.get_debug_info()["num_relayed"]
+    (folder / f"counted{rank}").touch()
     wait_for(folder / "is cut")
     deadline = time.monotonic() + 60
     while bh.get_debug_info()["num_relayed"]:
@@ -338,7 +339,8 @@ def vanish_together(rank: int, folder: pathlib.Path) -> Any:
 
 def test_a_relay_notices_that_both_ends_are_gone(hosts: list[Host], tmp_path: pathlib.Path) -> None:
     def pull() -> None:
-        wait_for(tmp_path / "ready")
+        for number in range(PUBLIC):
+            wait_for(tmp_path / f"counted{number}")
         for host in hosts[PUBLIC:]:
             host.router.cut()  # type: ignore[attr-defined]
         (tmp_path / "is cut").touch()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -75,6 +76,8 @@ def find_the_hidden_worker(rank: int, folder: pathlib.Path) -> Any:
         (folder / "anchored").touch()
     else:
         wait_for(folder / "anchored")
+        if rank in anchors:  # the other side of a channel knows of it a moment before
+            until(lambda: hidden.channel, "no channel from the hidden worker")
         found = rank in anchors, hidden.channel is not None, gradient_over(hidden.info.name)
         found += (hidden.channel is hidden.incoming, bool(hidden.channel and hidden.channel.relayed))
         (folder / f"called{rank}").touch()
@@ -185,7 +188,8 @@ def test_members_that_do_not_trust_each_other(tmp_path: pathlib.Path) -> None:
 def come_again(rank: int, folder: pathlib.Path) -> Any:
     security = {"trusted": False, "tls": "auto"}
     if rank == 4:
-        wait_for(folder / "died")
+        process = int(wait_for(folder / "died"))
+        until(lambda: not psutil.pid_exists(process), "the worker does not die")  # until then it is a member
         given = bh.Security(secret=SECRET, **security)
         options = bh.Options(transport="tcp", listen=False, security=given, rendezvous_timeout=SECONDS)
         bh.init("worker2", join=wait_for(folder / "address"), options=options)
@@ -199,7 +203,8 @@ def come_again(rank: int, folder: pathlib.Path) -> Any:
         (folder / "part").rename(folder / "address")
     if rank == 2:
         wait_for(folder / "called")
-        (folder / "died").touch()
+        (folder / "dies").write_text(str(os.getpid()))
+        (folder / "dies").rename(folder / "died")
         os._exit(0)
     if rank == 3:
         seen: set[str] = set()

@@ -113,6 +113,6 @@ def test_an_interrupt_while_calls_are_held_back_leaves_the_channel_in_order() ->
             bh.rpc_async("worker1", remote.identity, args=(1,), timeout=PATIENCE).add_done_callback(
                 lambda _, done=done: done.set()
             )
-            assert done.wait(5.0), f"the channel is stuck after an interrupt at step {step}"
+            assert done.wait(PATIENCE), f"the channel is stuck after an interrupt at step {step}"
             step += 1
         assert step > 100  # instructions

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "backhaul")
-SECONDS = 100
+SECONDS = 200
+"""For a command to end, on a machine that is busy with other tests."""
 
 
 def run_command(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from .processes import run_command
+
+pytestmark = pytest.mark.timeout(240)
 
 ROWS = ["small", "large", "together", "gradient"]
 

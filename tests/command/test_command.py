@@ -76,6 +76,16 @@ def test_misuse_ends_with_2(arguments: tuple[str, ...]) -> None:
     assert done.stderr.startswith("usage: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(("doctr",), "doctor"), (("env", "--jsn"), "--json"), (("run", "--naems=a", "x.py"), "--names")],
+)
+def test_a_name_with_a_mistake(arguments: tuple[str, ...], meant: str) -> None:
+    done = run_command(*arguments)
+    assert done.returncode == 2
+    assert f"did you mean {meant}?" in done.stderr
+
+
 def test_every_subcommand_explains_itself() -> None:
     for name, subcommand in SUBCOMMANDS.items():
         done = run_command(name, "--help", environ={"COLUMNS": "80"})

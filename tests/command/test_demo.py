@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from .processes import run_command
+
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_tour(tmp_path: Path) -> None:
@@ -29,3 +32,9 @@ def test_a_failure_points_to_the_doctor(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("backhaul demo: the demo failed: ImportError: libtorch.so is missing")
     assert "backhaul doctor" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_tour(tmp_path: Path) -> None:
+    done = run_command("demo", "--report", "nonsense/report.html", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--report" in done.stderr

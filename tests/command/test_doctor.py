@@ -21,6 +21,8 @@ from backhaul._torch_support import NEWEST, OLDEST
 
 from .processes import COMMAND, SECONDS, run_command
 
+pytestmark = pytest.mark.timeout(240)
+
 
 def examine(
     *arguments: str, environ: Mapping[str, str] | None = None, before: tuple[str, ...] = (), files: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,8 @@ import pytest
 
 from ..cluster.hosts import make_hosts
 from .processes import COMMAND, SECONDS, run_command
+
+pytestmark = pytest.mark.timeout(240)
 
 # Prints what it got; no torch, so that it is fast.
 ECHO = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], *sys.argv[1:])"
@@ -164,7 +167,7 @@ def test_hosts_are_reached_by_ssh(tmp_path: Path, ssh: str) -> None:
         "worker2 | 2 3 0",
         "worker2 | two red",
     ]
-    assert (tmp_path / "connections").read_text().splitlines() == ["one", "two"]
+    assert sorted((tmp_path / "connections").read_text().splitlines()) == ["one", "two"]
 
 
 def test_workers_on_hosts_meet_and_encrypt(tmp_path: Path) -> None:
@@ -209,6 +212,9 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     [
         ("script.py",),
         ("-n", "0", "script.py"),
+        ("-n", "two", "script.py"),
+        ("-n", "2", "."),
+        ("-n", "2", "script.py", "--master-port", "99999"),
         ("-n", "2", "nonsense.py"),
         ("-n", "2"),
         ("-n", "2", "script.py", "-n", "3"),
@@ -226,3 +232,14 @@ def test_misuse_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = run_command("run", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "print('started')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run_command("run", "script.py", "-n", "1", "--master-port", port, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--master-port {port}" in done.stderr
+    assert run_command("run", "script.py", "-n", "1", "--master-port", port, cwd=tmp_path).returncode == 0

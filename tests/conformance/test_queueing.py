@@ -11,7 +11,7 @@ from backhaul._transport.sockets.endpoint import SocketEndpoint
 from backhaul._transport.sockets.write_queue import WriteQueue
 from backhaul._wire.frames import Frame
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 SECRET = b"q" * 32
 
 

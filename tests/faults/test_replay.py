@@ -79,4 +79,4 @@ def test_a_process_that_is_killed(fleet: Fleet, tmp_path: pathlib.Path, stage: s
         found = going.result(PATIENCE)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert len(step("", "")) == 3
-    assert not fleet.leftovers(timeout=5.0)
+    assert not fleet.leftovers(timeout=30.0)

@@ -9,7 +9,7 @@ import multiprocessing.connection
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch
 
 import backhaul as bh
 from backhaul._monitoring.monitor import Monitor, open_endpoint
+from tests.cluster.hosts import Host
 
 SECRET = "a secret of twenty-four characters"
 SECONDS = 60.0  # no test waits longer
@@ -54,6 +55,10 @@ class RunningCluster:
     def ask(self, name: str, question: str) -> Any:
         """Have the program of a worker answer."""
         self.pipes[name].send(question)
+        return self.answer(name)
+
+    def answer(self, name: str) -> Any:
+        """What the program of a worker says."""
         assert self.pipes[name].poll(SECONDS), f"{name} does not answer"
         return self.pipes[name].recv()
 
@@ -63,15 +68,20 @@ class RunningCluster:
 
 
 @contextlib.contextmanager
-def running(folder: Path, size: int = 3, *, options: bh.Options | None = None) -> Iterator[RunningCluster]:
-    """Start a cluster. The files that it leaves for monitors are in ``folder``."""
+def running(
+    folder: Path, size: int = 3, *, options: bh.Options | None = None, hosts: Sequence[Host] = ()
+) -> Iterator[RunningCluster]:
+    """Start a cluster. The files that it leaves for monitors are in ``folder``. ``hosts``: where the workers run, in
+    turn; empty: on this one.
+    """
     context = mp.get_context("forkserver")
     names = [f"worker{rank}" for rank in range(size)]
     processes, pipes, addresses, dashboard = {}, {}, {}, ""
     try:
         for rank, name in enumerate(names):
             pipes[name], theirs = context.Pipe()
-            processes[name] = context.Process(target=_work, args=(rank, size, str(folder), options, theirs))
+            host = hosts[rank % len(hosts)] if hosts else None
+            processes[name] = context.Process(target=_work, args=(rank, size, str(folder), options, theirs, host))
             processes[name].start()
             theirs.close()
         for name in names:
@@ -92,7 +102,9 @@ def running(folder: Path, size: int = 3, *, options: bh.Options | None = None) -
             process.close()
 
 
-def _work(rank: int, size: int, folder: str, options: bh.Options | None, pipe: Any) -> None:
+def _work(rank: int, size: int, folder: str, options: bh.Options | None, pipe: Any, host: Host | None) -> None:
+    if host is not None:
+        host.enter()
     os.environ["BACKHAUL_SECRET"] = SECRET
     os.environ["BACKHAUL_RUNTIME_DIR"] = folder
     os.environ["BACKHAUL_DASHBOARD_TOKEN"] = "the-token-of-these-tests"

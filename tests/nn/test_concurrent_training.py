@@ -4,6 +4,7 @@ modules of this file wait when their parameters are listed.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,8 +141,10 @@ def test_an_old_answer_does_not_replace_a_new_one(workers: list[bh.Worker]) -> N
     assert far.weight.grad is None  # what is known of ``far`` counts until a pass ends
     loss = (first(batch()) + held(batch())).sum()
     hold, far_hold = Hold("held"), Hold("far")
-    early, _ = start(workers[0], lambda: held.weight.grad)
+    known_here = contextvars.copy_context()  # the thread knows what this one knows, and does not ask for ``far``
+    early, _ = start(workers[0], lambda: known_here.run(lambda: held.weight.grad))
     assert hold.reached.wait(DEADLINE_SECONDS)  # the owner has found no gradient of ``first``
+    assert not far_hold.reached.is_set()
     loss.backward()
     late, answers = start(workers[0], lambda: first.weight.grad is not None)
     assert far_hold.reached.wait(DEADLINE_SECONDS)  # this thread asks for the gradients of all modules

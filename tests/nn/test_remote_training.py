@@ -184,7 +184,7 @@ def only_first() -> list[bool]:
 
 
 def test_over_processes() -> None:
-    found, *_ = bh.launch(only_first, 3, timeout=60)
+    found, *_ = bh.launch(only_first, 3, timeout=100, start_method="forkserver")
     assert found == [True] * len(found)
     assert found
 

@@ -110,5 +110,5 @@ def drive() -> float | None:
 
 
 def test_between_processes() -> None:
-    difference = bh.launch(drive, 3)[0]
+    difference = bh.launch(drive, 3, timeout=100, start_method="forkserver")[0]
     assert difference < 1e-12

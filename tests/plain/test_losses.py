@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 import backhaul as bh
 from backhaul._autograd.backward.engine import Engine
+from backhaul._autograd.backward.record_lifetimes import missing_of
+from backhaul._autograd.forward.functions import PlainRecv, claim
+from tests.autograd.worlds import expect_no_records, vector
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -103,3 +107,18 @@ def test_a_graph_that_a_pass_has_freed() -> None:
             (y * 2).sum().backward()
         assert caught.value.worker == "worker1"
         assert caught.value.message
+
+
+def test_a_message_that_a_failed_pass_has_spent() -> None:
+    """A pass spends a message, fails, and nobody hears of that: a channel is lost. The sender asks what is still there,
+    and keeps its record. Later the message dies.
+    """
+    with bh.cluster(2) as workers:
+        y = bh.rpc_sync(1, torch.sin, args=(vector(1.0),))
+        (message,) = workers[1].part(Engine).container.plain.sends
+        (end,) = (each for each in gc.get_objects() if type(each) is PlainRecv and each.message == message)
+        assert missing_of([message]) == []
+        claim([end], False, [])
+        del y, end
+        expect_no_records(workers)
+        assert missing_of([message]) == [message]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +33,25 @@ Open = Callable[..., "Page"]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Lives as long as the module, so that the leak checks of single tests do not see its process and event loop."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    with open_browser(find_chromium()) as chromium:
+        yield chromium
+
+
+def find_chromium() -> str:
+    """The path of Chromium; skips the test if there is none."""
+    pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no Chromium; `make browser` installs it where it can")
-    with playwright.sync_playwright() as api:
+    return path
+
+
+@contextlib.contextmanager
+def open_browser(path: str | Path) -> Iterator[Browser]:
+    """A browser without a window. ``path``: Chromium, or a program that becomes it."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as api:
         chromium = api.chromium.launch(executable_path=path, args=FLAGS)
         yield chromium
         chromium.close()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from backhaul._monitoring.step_graph import last_step, to_page
 from backhaul.profiler.model import Slice, Timeline, Track, WorkerRow
+from tests.page_checks import problems
 from tests.profiler.conftest import Open
 from tests.profiler.sample import HOSTILE, big, sample
 
@@ -293,6 +295,20 @@ class TestShowing:
         page.mouse.click(x, strip["y"] + strip["height"] - 17)
         assert page.evaluate("backhaul.selected()") == {"call": one.call, "slice": one.slice}
 
+    def test_arrow_keys_go_along_the_path(self, open_report: Open) -> None:
+        timeline = sample()
+        known = {row.id for row in timeline.slices}
+        path = [one.slice for one in timeline.path if one.slice in known]
+        steps = [one for one, before in zip(path, [-1, *path], strict=False) if one != before]
+        page = open_report(timeline)
+        page.get_by_test_id("overview").focus()
+        walked = []
+        for key in ("ArrowRight",) * 6 + ("ArrowLeft",) * 2:
+            page.keyboard.press(key)
+            walked.append(page.evaluate("backhaul.selected().slice"))
+        assert walked == [*steps[:6], steps[4], steps[3]]
+        assert is_visible(page, steps[3])
+
     def test_arrows_can_be_turned_off(self, open_report: Open) -> None:
         page = open_report(sample())
         with_arrows = screenshot(page)
@@ -381,3 +397,25 @@ class TestOddProfiles:
         assert is_visible(page, call.near)
         assert page.evaluate("id => backhaul.pixelOf(id)", call.far)["width"] > 50
         assert page.get_by_test_id("call-row").count() == 200
+
+
+class TestAccess:
+    """What is wrong for people who use a keyboard, a screen reader or a phone: nothing."""
+
+    def test_a_profile(self, open_report: Open) -> None:
+        page = open_report(sample())
+        page.evaluate("id => backhaul.select(id)", 0)
+        page.get_by_test_id("name-row").first.click()
+        assert problems(page) == []
+
+    def test_an_empty_profile(self, open_report: Open) -> None:
+        assert problems(open_report(Timeline(owner=0, end=0))) == []
+
+    def test_the_graph_of_a_step(self, open_report: Open, tmp_path: Path) -> None:
+        graph = last_step(sample())
+        assert graph is not None
+        written = tmp_path / "graph.html"
+        written.write_text(to_page(graph), encoding="utf-8")
+        page = open_report(written)
+        assert problems(page) == []
+        assert page.locator("tbody tr").count() == len(graph.nodes) - 1

@@ -17,7 +17,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN_SECONDS = 110.0
+RUN_SECONDS = 170.0
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -170,3 +170,19 @@ def test_the_wheel_works_in_a_fresh_environment(built: tuple[Path, Path], tmp_pa
     assert run(python, *core) == run(sys.executable, *core)  # the core is found, since its sources are the same
     shown = run(python, *core, PATH=str(folder / "bin"), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert shown.splitlines() == [NO_COMPILER]
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """In the form of Keep a Changelog, with a link for each version at the end."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, *versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert first == "[Unreleased]"
+    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})", each) for each in versions]
+    assert None not in found
+    named = [each[1] for each in found if each is not None]
+    assert named[0] == bh.__version__
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
+    links = re.findall(r"^\[(.+)\]: (\S+)$", text, re.MULTILINE)
+    assert links[0] == ("Unreleased", f"../../compare/v{named[0]}...HEAD")
+    assert [name for name, _ in links[1:]] == named

@@ -57,6 +57,30 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Sequence[bh.Worker]]:
         eventually(lambda: counts(made) == [(0, 0)] * 3)  # exceptions hold frames, which hold references
 
 
+class Meeting:
+    """Is there when the gate is open. Its visitors wait for each other."""
+
+    def __init__(self) -> None:
+        assert opening.wait(DEADLINE_SECONDS)
+        self.visitors = threading.Barrier(3)
+
+    def visit(self) -> None:
+        self.visitors.wait(DEADLINE_SECONDS)
+
+
+opening = threading.Event()
+
+
+def test_methods_of_a_value_that_is_not_there_yet_may_wait_for_each_other(workers: Sequence[bh.Worker]) -> None:
+    for _ in range(3):
+        opening.clear()
+        meeting = bh.remote("worker1", Meeting)
+        visits = [meeting.rpc_async().visit() for _ in range(3)]
+        bh.rpc_sync("worker1", abs, args=(-1,))  # as a rule, all visits wait for the value now
+        opening.set()
+        bh.wait_all(visits)
+
+
 class Counter:
     """A value on some worker."""
 

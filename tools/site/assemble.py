@@ -10,6 +10,7 @@ import ast
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +23,9 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".txt": "text", ".json": "json"}
 
 _FENCE = re.compile(r"^( *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<head>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<target>[^)#\s]*)(?P<anchor>#[^)]*)?\)")
+
+# Leads from a page of the repository to what the forge has beside its files, such as releases.
+_FORGE_LINK = re.compile(r"^(\[[^\]]+\]: )\.\./\.\./(.*\n)", re.MULTILINE)
 
 
 def place_of(path: PurePosixPath) -> PurePosixPath | None:
@@ -58,7 +62,15 @@ def with_links(text: str, page: PurePosixPath) -> str:
             raise ValueError(f"{page} links to {target}, which is not in the site")
         return f"{match['head']}{os.path.relpath(place, here.parent)}{anchor})"
 
-    return _outside_of_code(text, lambda part: _LINK.sub(moved, part))
+    forge = rf"\g<1>{address}/\g<2>" if (address := _address_of_repository()) else ""
+    return _outside_of_code(text, lambda part: _LINK.sub(moved, _FORGE_LINK.sub(forge, part)))
+
+
+def _address_of_repository() -> str:
+    """Empty while the project has none."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        address: str = tomllib.load(file)["tool"]["backhaul"]["repository"]
+    return (os.environ.get("BACKHAUL_REPOSITORY") or address).rstrip("/")
 
 
 def _inline(picture: Path) -> str:

@@ -1,5 +1,7 @@
 """Configuration of Sphinx. The site loads nothing from other hosts: furo brings its fonts and scripts."""
 
+from sphinx.pycode import ModuleAnalyzer
+
 import backhaul
 
 project = "Backhaul"
@@ -30,3 +32,14 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 90
+
+_analyze = ModuleAnalyzer.analyze
+
+
+def analyze_without_overloads(analyzer: ModuleAnalyzer) -> None:
+    """Shows one signature for each function: overloads are for type checkers, and docs/typing.md is about them."""
+    _analyze(analyzer)
+    analyzer.overloads = {}
+
+
+ModuleAnalyzer.analyze = analyze_without_overloads  # type: ignore[method-assign, assignment]

@@ -42,6 +42,7 @@ SECTIONS: dict[str, list[str]] = {
         "command",
         "api/index",
         "migration",
+        "comparison",
         "errors",
         "troubleshooting",
         "faq",

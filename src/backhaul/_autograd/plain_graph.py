@@ -7,8 +7,8 @@ The send record on the other worker lives as long as that object:
 - A pass that frees the graph frees the send records that it uses, and marks the ``PlainRecv`` as spent. An ordinary
   training step therefore needs no message besides those of the pass.
 - When a ``PlainRecv`` dies that is not spent, its worker tells the sender, which drops the record (``Drop``).
-- When a channel is lost, notices may be lost in it. Each worker then asks the other which messages it still holds, and
-  drops the other records.
+- When a channel is lost, notices may be lost in it, also that a pass has failed. Each worker then asks the other which
+  messages it still holds, and drops the other records. The death of those that it holds is told even if they are spent.
 - When the other worker cannot be reached, all records of messages to it are dropped.
 
 A record keeps a graph, and that graph may hold other ``PlainRecv`` objects. Each of these was received before the

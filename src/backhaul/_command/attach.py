@@ -55,8 +55,8 @@ def find_cluster(given: Namespace) -> tuple[tuple[str, ...], bytes]:
     if not clusters:
         what = f"no cluster {given.cluster!r}" if given.cluster else "no cluster"
         raise CommandFailure(
-            f"{what} of this user runs on this host. To watch another one, give the address of a worker "
-            f"(bh.get_address()) with --address, and set {_SECRET_VARIABLE}"
+            f"{what} of this user runs on this host; one that starts is there once its workers have met. To watch "
+            f"another one, give the address of a worker (bh.get_address()) with --address, and set {_SECRET_VARIABLE}"
         )
     chosen = clusters[0] if len(clusters) == 1 else _ask(clusters)
     return chosen.addresses, chosen.secret
@@ -80,4 +80,8 @@ def _ask(clusters: list[LocalCluster]) -> LocalCluster:
 
 
 def _full_address(address: str) -> str:
-    return address if address.startswith(("tcp:", "unix:")) else f"tcp:{address}"
+    if address.startswith(("tcp:", "unix:")):
+        return address
+    if not address.rpartition(":")[2].isdecimal() or ":" not in address:
+        raise CommandFailure(f"--address must be HOST:PORT, or what bh.get_address() returns, got {address!r}", MISUSED)
+    return f"tcp:{address}"

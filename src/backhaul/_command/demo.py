@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from backhaul._command.output import FINE, CommandFailure, Output
+from backhaul._command.output import FINE, MISUSED, CommandFailure, Output
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def main(given: Namespace, output: Output) -> int:
     """Show all steps."""
+    if given.report is not None and not given.report.absolute().parent.is_dir():
+        raise CommandFailure(f"there is no folder {given.report.parent} for --report; create it first", MISUSED)
     began = time.monotonic()
     logging.getLogger("backhaul").setLevel(logging.CRITICAL)  # the last step shows the loss
     with tempfile.TemporaryDirectory() as name, (Path(name) / "errors").open("w+") as errors:
@@ -126,7 +128,7 @@ def _show_all(output: Output, processes: dict[str, subprocess.Popen[bytes]], rep
     assert x.grad is not None
     assert w.grad is not None
     output.text(
-        "[bold]backward[/] went from you to right to left, and back to you with the gradients.",
+        "[bold]backward[/] went the way of the calls in reverse: to right and back, then to left and back.",
         _equal("x.grad", x.grad, alone[0]),
         _equal("w.grad", w.grad, alone[1]),
     )

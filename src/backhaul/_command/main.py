@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import shutil
 import sys
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import backhaul
-from backhaul._command.output import FAILED, INTERRUPTED, CommandFailure, Output
+from backhaul._command.output import FAILED, INTERRUPTED, MISUSED, CommandFailure, Output
 from backhaul._command.subcommands import SUBCOMMANDS
 
 _DESCRIPTION = "Distributed autograd for PyTorch: start workers, look at them, and find out what is wrong."
@@ -30,7 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "" if place is None else words[place]
     if place is not None and name in SUBCOMMANDS:
         words[place + 1 :] = SUBCOMMANDS[name].arrange(words[place + 1 :])
-    given = build_parser({name}).parse_args(words)
+    parser = build_parser({name})
+    if not words:
+        parser.print_help(sys.stderr)
+        return MISUSED
+    if name and name not in SUBCOMMANDS:
+        parser.error(f"there is no subcommand {name!r}{_did_you_mean([name], SUBCOMMANDS)}")
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        options = [option for action in given.parser._actions for option in action.option_strings]
+        given.parser.error(f"it does not know {' '.join(unknown)}{_did_you_mean(unknown, options)}")
     output = Output(json=getattr(given, "json", False))
     try:
         return SUBCOMMANDS[given.subcommand].load().main(given, output)
@@ -67,10 +77,16 @@ def build_parser(names: set[str]) -> ArgumentParser:
         if name in names:
             module = subcommand.load()
             child.description = _fill(module.__doc__ or "")
+            child.set_defaults(parser=child)  # which says what is wrong with the arguments
             module.add_arguments(child)
             if subcommand.reports:
                 child.add_argument("--json", action="store_true", default=SUPPRESS, help="print JSON, for programs")
     return parser
+
+
+def _did_you_mean(words: Sequence[str], names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(words[0].partition("=")[0], list(names), n=1)
+    return f"; did you mean {found[0]}?" if found else "; --help lists what there is"
 
 
 def _width() -> int:

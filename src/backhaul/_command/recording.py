@@ -35,9 +35,7 @@ def record(given: Namespace, output: Output, *, ops: bool) -> Timeline:
     """Record all workers."""
     if not 0 < given.seconds <= _MAX_SECONDS:
         raise CommandFailure(f"--seconds must be more than 0 and at most 60, got {given.seconds:g}", MISUSED)
-    folder = Path(given.output).absolute().parent
-    if not os.access(folder, os.W_OK):
-        raise CommandFailure(f"cannot write to {folder}; give another file with --output", MISUSED)
+    check_folder(given)
     from backhaul.errors import BackhaulError
 
     with attach.open_monitor(given) as monitor:
@@ -47,6 +45,13 @@ def record(given: Namespace, output: Output, *, ops: bool) -> Timeline:
                 return monitor.record(given.seconds, ops=ops, worker=given.worker)
         except BackhaulError as error:
             raise CommandFailure(str(error)) from error
+
+
+def check_folder(given: Namespace) -> None:
+    """Refuse a file that cannot be written, before the work begins."""
+    folder = Path(given.output).absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise CommandFailure(f"cannot write to {folder}; give another file with --output", MISUSED)
 
 
 def report(output: Output, timeline: Timeline, written: Path) -> None:

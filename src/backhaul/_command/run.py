@@ -19,8 +19,8 @@ import secrets
 import shlex
 import socket
 import sys
-from argparse import REMAINDER, Action, ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import REMAINDER, Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,21 +53,46 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The workers, their hosts, and the script with its arguments."""
     parser.usage = "backhaul run [options] SCRIPT [options] [--] [arguments of SCRIPT]"
     add = functools.partial(parser.add_argument, action=GivenOnce)
-    add("-n", "--workers", type=int, metavar="N", help="how many workers; as many as names or hosts, if not given")
-    add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")
+    add_script_arguments(parser, "what each worker runs")
     add("--hosts", metavar="A,B:2", help="hosts, or a file with a host on each line; HOST:2 gets two workers")
     add("--master-addr", metavar="HOST", help="where the workers meet; the first host, if not given")
-    add("--master-port", type=int, metavar="PORT", help="the port there; a free one, if not given")
+    add("--master-port", type=_port, metavar="PORT", help="the port there; a free one, if not given")
     add(
         "--ssh",
         metavar="COMMAND",
         help=f"how hosts are reached; {SSH_VARIABLE}, or ssh without a password, if not given",
     )
-    add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for workers of other hosts")
+
+
+def add_script_arguments(parser: ArgumentParser, script: str, *, required: bool = True) -> None:
+    """The script with its arguments, and its workers on this host. ``script``: the help for it."""
+    add = functools.partial(parser.add_argument, action=GivenOnce)
+    add(
+        "-n",
+        "--workers",
+        type=_whole_number,
+        metavar="N",
+        help="how many workers; as many as names or hosts, if not given",
+    )
+    add("--names", metavar="A,B", help="their names; worker0, worker1 and so on, if not given")
+    add("--python", metavar="PATH", help="the Python of the workers; the one of this command, if not given")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
-    parser.add_argument("script", help="what each worker runs")
-    parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="the arguments of the script")
+    parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help=script)
+    rest = parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="the arguments of the script")
+    rest.required = False
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be a whole number, not {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ArgumentTypeError(f"must be a number from 1 to 65535, not {text!r}")
+    return int(text)
 
 
 def arrange(arguments: Sequence[str]) -> list[str]:
@@ -77,9 +102,15 @@ def arrange(arguments: Sequence[str]) -> list[str]:
         >>> arrange(["train.py", "--epochs", "3", "-n", "4", "--", "-n", "5"])
         ['-n', '4', '--', 'train.py', '--epochs', '3', '-n', '5']
     """
+    return options_first(arguments, add_arguments)
+
+
+def options_first(arguments: Sequence[str], add_options: Callable[[ArgumentParser], None]) -> list[str]:
+    """As ``arrange``, for a command whose options ``add_options`` adds."""
     parser = ArgumentParser(add_help=False)
-    add_arguments(parser)
+    add_options(parser)
     valued = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
+    flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     own: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
@@ -89,7 +120,7 @@ def arrange(arguments: Sequence[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if name in valued:
             own += [word] if equals else [word, *[value for value in [next(words, None)] if value is not None]]
-        elif word in ("-m", "--module") or (word.startswith("-") and not rest):
+        elif word in flags or (word.startswith("-") and not rest):
             own.append(word)
         else:
             rest.append(word)
@@ -98,14 +129,33 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 def main(given: Namespace, output: Output) -> int:
     """Run the script. Returns the exit status of the first failure."""
+    return exit_status(run_script(given))
+
+
+def exit_status(supervisor: Supervisor) -> int:
+    """That of the first failure of a run."""
+    return supervisor.progress.exit_status() or (FAILED if supervisor.unanswered else 0)
+
+
+def run_script(
+    given: Namespace, *, variables: Mapping[str, str] | None = None, enough: int | None = None
+) -> Supervisor:
+    """Run the script to its end, and say on the standard error how it failed, if it did.
+
+    Args:
+        given: What ``add_arguments`` adds.
+        variables: Further variables for all workers.
+        enough: A descriptor. Once it can be read, the run has served its purpose: the workers are ended, which is no
+            failure. Then what workers print goes to the standard error, because the output is not theirs.
+    """
     try:
         places = _places(given)
         address, port = _meeting_place(given, places)
     except ValueError as error:
         raise CommandFailure(f"{error}", MISUSED) from None
     command = _script_command(given, places)
-    supervisor = Supervisor([place.name for place in places])
-    common = _common_environment(given)
+    supervisor = Supervisor([place.name for place in places], enough)
+    common = {**_common_environment(given), **(variables or {})}
     try:
         with supervisor.catch_signals():
             for host in dict.fromkeys(place.host for place in places):
@@ -119,7 +169,7 @@ def main(given: Namespace, output: Output) -> int:
     finally:
         supervisor.close()
     _conclude(supervisor)
-    return supervisor.progress.exit_status() or (FAILED if supervisor.unanswered else 0)
+    return supervisor
 
 
 def _places(given: Namespace) -> list[WorkerPlace]:
@@ -138,6 +188,8 @@ def _meeting_place(given: Namespace, places: Sequence[WorkerPlace]) -> tuple[str
     first = places[0].host
     if all(place.host == LOCALHOST for place in places):
         address = given.master_addr or "127.0.0.1"
+        if given.master_port:
+            _check_free(given.master_port)
         return address, given.master_port or _free_port()
     if first == LOCALHOST and not given.master_addr:
         raise ValueError(
@@ -145,6 +197,18 @@ def _meeting_place(given: Namespace, places: Sequence[WorkerPlace]) -> tuple[str
             "with --master-addr"
         )
     return given.master_addr or first.rpartition("@")[2].strip("[]"), given.master_port or random.choice(_PORTS)
+
+
+def _check_free(port: int) -> None:
+    """The workers would find out too, but later, and with a traceback each."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"--master-port {port} cannot be used: {error.strerror}; give another one, or none for a free one"
+            ) from None
 
 
 def _free_port() -> int:
@@ -160,7 +224,10 @@ def _free_port() -> int:
 def _script_command(given: Namespace, places: Sequence[WorkerPlace]) -> list[str]:
     arguments = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
     if not given.module and any(place.host == LOCALHOST for place in places) and not Path(given.script).is_file():
-        raise CommandFailure(f"there is no file {given.script}; a module is started with -m", MISUSED)
+        what = "is a folder" if Path(given.script).is_dir() else "does not exist"
+        raise CommandFailure(
+            f"{given.script} {what}; give the path of a script, or -m and the name of a module", MISUSED
+        )
     return [given.python or sys.executable, *(["-m"] if given.module else []), given.script, *arguments]
 
 

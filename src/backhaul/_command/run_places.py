@@ -77,12 +77,16 @@ def place_workers(workers: int | None, names: Sequence[str], hosts: Sequence[Hos
     if workers < 1:
         raise ValueError(f"there must be one worker or more, not {workers}")
     if names and len(names) != workers:
-        raise ValueError(f"there are {len(names)} names for {workers} workers")
-    if len({check_name(name) for name in names}) < len(names):
-        raise ValueError("each worker needs a name of its own")
+        raise ValueError(f"there are {len(names)} names for {workers} workers; give a name to each, or leave out -n")
+    for name in names:
+        if names.count(check_name(name)) > 1:
+            raise ValueError(f"the name {name!r} is given more than once; each worker needs a name of its own")
     open_hosts, left = counted.count(None), workers - said
     if left < open_hosts or (left > 0 and not open_hosts):
-        raise ValueError(f"the hosts have places for {said} workers and {open_hosts} others; there are {workers}")
+        raise ValueError(
+            f"the hosts have places for {said} workers and {open_hosts} others; there are {workers}; "
+            "change -n, or the numbers behind the hosts"
+        )
     shares = iter([left // open_hosts + (n < left % open_hosts) for n in range(open_hosts)] if open_hosts else [])
     places: list[WorkerPlace] = []
     for entry, count in zip(hosts, counted, strict=True):

@@ -154,6 +154,10 @@ class RunProgress:
             return None
         return self._order(Order.KILL if again else Order.TERMINATE, now)
 
+    def on_enough(self, now: float) -> Order | None:
+        """The run has served its purpose. Workers that are still running end, and have not failed."""
+        return None if self.done else self._order(Order.TERMINATE, now)
+
     def on_time(self, now: float) -> Order | None:
         """Time has passed. What to do now, if ``wake_at`` is over."""
         if self.wake_at is None or now < self.wake_at:

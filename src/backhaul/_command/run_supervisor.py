@@ -20,6 +20,7 @@ from backhaul._command.run_progress import KILL_SECONDS, TERMINATE_SECONDS, Orde
 
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # of names, by rank
 _READ_BYTES = 1 << 16
+_ENOUGH = "enough"  # what the selector has for that descriptor
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,21 +44,27 @@ class RunningHost:
 
 
 class LinePrinter:
-    """Prints whole lines with the name of the worker in front, in color where the output is a terminal."""
+    """Prints whole lines with the name of the worker in front, in color where the output is a terminal.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Args:
+        names: The names of the workers.
+        only_errors: Print all lines to the standard error.
+    """
+
+    def __init__(self, names: Sequence[str], *, only_errors: bool = False) -> None:
+        self._streams = (sys.stderr if only_errors else sys.stdout, sys.stderr)
         width = max(map(len, names))
         self._plain = [f"{name:<{width}} | " for name in names]
         self._colored = [f"\033[{_COLORS[rank % len(_COLORS)]}m{text}\033[0m" for rank, text in enumerate(self._plain)]
         self._has_color = [
             stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-            for stream in (sys.stdout, sys.stderr)
+            for stream in self._streams
         ]
 
     def print(self, rank: int, text: str, *, is_error: bool) -> None:
         """One write for each line, so that lines of the two streams do not mix either."""
         prefix = (self._colored if self._has_color[is_error] else self._plain)[rank]
-        stream = sys.stderr if is_error else sys.stdout
+        stream = self._streams[is_error]
         try:
             stream.write(f"{prefix}{text}\n")
             stream.flush()
@@ -68,17 +75,24 @@ class LinePrinter:
 class Supervisor:
     """One run. Used by one thread.
 
+    Args:
+        names: The names of the workers.
+        enough: A descriptor. Once it can be read, the workers are ended, which is no failure. The standard output is
+            then not for what they print.
+
     Attributes:
         progress: What has happened.
         unanswered: The hosts that did not confirm that their workers have ended.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], enough: int | None = None) -> None:
         self.progress = RunProgress(names)
         self.unanswered: list[str] = []
-        self._printer = LinePrinter(names)
+        self._printer = LinePrinter(names, only_errors=enough is not None)
         self._hosts: list[RunningHost] = []
         self._selector = selectors.DefaultSelector()
+        if enough is not None:
+            self._selector.register(enough, selectors.EVENT_READ, _ENOUGH)
 
     def start(self, name: str, command: list[str], job: dict[str, Any]) -> None:
         """Start a host: the process in which ``run_host`` runs, and what it shall do."""
@@ -108,6 +122,9 @@ class Supervisor:
                     for number in os.read(key.fd, _READ_BYTES):
                         if number in _SIGNALS:
                             self._order(self.progress.on_signal(signal.Signals(number), time.monotonic()))
+                elif key.data is _ENOUGH:
+                    self._selector.unregister(key.fd)
+                    self._order(self.progress.on_enough(time.monotonic()))
                 else:
                     self._read(key.data, key.fd)
             self._order(self.progress.on_time(time.monotonic()))

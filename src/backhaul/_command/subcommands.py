@@ -61,7 +61,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "top": Subcommand("top", "what the workers of a running cluster do, as a live table or page"),
     "profile": Subcommand("profile", "record a running cluster, and write the report of the profile"),
     "trace": Subcommand("trace", "record a running cluster, and write a trace for Perfetto"),
-    "graph": Subcommand("graph", "draw the distributed graph of a step of a running cluster"),
+    "graph": Subcommand("graph", "draw the distributed graph of a step, of a script or of a running cluster"),
     "bench": Subcommand("bench", "compare Backhaul with torch.distributed.rpc on this machine"),
     "certs": Subcommand("certs", "make, show and check certificates for TLS"),
     "migrate": Subcommand("migrate", "rewrite programs from torch.distributed.rpc to Backhaul"),

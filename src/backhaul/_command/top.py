@@ -88,7 +88,16 @@ def _has_ended(status: ClusterStatus) -> bool:
 def _serve(monitor: Monitor, given: Namespace, output: Output) -> int:
     from backhaul._monitoring.dashboard import Dashboard
 
-    with Dashboard(lambda: monitor, given.bind) as dashboard:
+    try:
+        dashboard = Dashboard(lambda: monitor, given.bind)
+    except OSError as error:
+        raise CommandFailure(
+            f"cannot serve the page at {given.bind}: {error.strerror}; give another place with --bind, such as "
+            "127.0.0.1:0 for a free port"
+        ) from error
+    except ValueError as error:
+        raise CommandFailure(str(error), MISUSED) from error
+    with dashboard:
         output.text(f"dashboard: {dashboard.url}", "Ctrl-C ends it; the cluster goes on")
         dashboard.wait()
     return FINE

@@ -1,4 +1,6 @@
-"""Makes each new worker answer monitors, lets monitors of the same user find it, and serves the dashboard."""
+"""Makes each new worker answer monitors, lets monitors of the same user find it, and serves the dashboard. Records the
+pass that ``backhaul graph`` has started the worker for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import functools
 import os
 import sys
 
-from backhaul._monitoring import runtime_files
+from backhaul._monitoring import pass_inbox, pass_recording, runtime_files
 from backhaul._monitoring.status_server import StatusServer
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.node import Node
@@ -24,6 +26,8 @@ def _extend(node: Node) -> None:
         _leave_file(worker, endpoint)
     if worker.options.dashboard is not None and worker.info.id == 0:
         _serve_dashboard(node, worker.options.dashboard)
+    if setting := os.environ.get(pass_inbox.VARIABLE):
+        pass_recording.begin(node, setting)
 
 
 def _leave_file(worker: Worker, endpoint: SocketEndpoint) -> None:

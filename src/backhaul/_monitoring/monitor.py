@@ -128,7 +128,11 @@ class Monitor:
             raise AuthenticationError(
                 f"cannot watch the cluster at {where}: {why}; set {SECRET_VARIABLE} to the secret of the cluster"
             )
-        raise PeerLostError(f"cannot watch the cluster at {where}: {why}", worker="", reason=why)
+        raise PeerLostError(
+            f"cannot watch the cluster at {where}: {why}; see whether it runs, and whether this host reaches it",
+            worker="",
+            reason=why,
+        )
 
     def record(self, seconds: float, *, ops: bool = True, worker: str | None = None) -> Timeline:
         """Profile all workers for so long.
@@ -205,7 +209,7 @@ class Monitor:
 
     def _fail(self, key: str, problem: str) -> None:
         if self._view.member(key) is None:
-            self._problems[key] = f"{key}: {problem}" if key else problem
+            self._problems[key] = problem if not key or key in problem else f"{key}: {problem}"
         else:
             self._view.broke(key, problem)
 

@@ -147,7 +147,7 @@ def to_svg(graph: StepGraph, *, title: str = "One step") -> str:
     for place, node in enumerate(graph.nodes):
         x, y = corner(place)
         label = node.label if len(node.label) <= _MAX_CHARACTERS else f"…{node.label[1 - _MAX_CHARACTERS :]}"
-        took = to_seconds((node.end - node.start) * _NANO) if node.end >= 0 else "…"
+        took = _took(node)
         at = to_seconds(max(node.start - first, 0) * _NANO)
         hint = f"{node.label}: {took}, {at} after the first call" if place else "the step begins"
         parts.append(
@@ -170,6 +170,10 @@ def to_svg(graph: StepGraph, *, title: str = "One step") -> str:
         + "".join(parts)
         + "</svg>"
     )
+
+
+def _took(node: StepNode) -> str:
+    return to_seconds((node.end - node.start) * _NANO) if node.end >= 0 else "…"
 
 
 def _lanes(graph: StepGraph, height: int) -> Iterable[str]:
@@ -201,11 +205,39 @@ def _legend(graph: StepGraph, height: int) -> Iterable[str]:
     yield f'<text class="muted" x="{_LEFT}" y="{y}">{text}</text>'
 
 
+_PAGE_STYLE = """
+body { margin: 0; padding: 16px; color: #18202b; background: #ffffff; font: 14px/1.45 system-ui, sans-serif; }
+h1 { margin: 0 0 12px; font-size: 20px; }
+h2 { margin: 16px 0 4px; font-size: 16px; }
+.scroll { overflow: auto; border: 1px solid #dde2e9; border-radius: 8px; }
+.scroll:focus-visible { outline: 2px solid #0a5fd0; }
+svg { display: block; }
+table { border-collapse: collapse; }
+th, td { padding: 2px 16px 2px 8px; border-bottom: 1px solid #dde2e9; text-align: left; white-space: nowrap; }
+th { color: #596575; font-weight: 500; }
+"""
+
+
 def to_page(graph: StepGraph, *, title: str = "One step") -> str:
-    """The picture as an HTML page."""
+    """The picture as an HTML page, with a table of the same calls and backward parts."""
+    names = dict(graph.workers)
+    causes: dict[int, list[str]] = {}
+    for edge in graph.edges:
+        source = graph.nodes[edge.source]
+        causes.setdefault(edge.target, []).append(f"{source.label} on {names[source.worker]}, {to_bytes(edge.nbytes)}")
+    rows = [
+        (node.label, names[node.worker], "; ".join(causes.get(place, ())), _took(node))
+        for place, node in enumerate(graph.nodes)
+        if place
+    ]
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
-        f"{to_svg(graph, title=title)}\n</body>\n</html>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{html.escape(title)}</h1>\n"
+        f'<div class="scroll" role="region" tabindex="0" aria-label="Picture">\n{to_svg(graph, title=title)}\n</div>\n'
+        '<h2>Calls and backward parts</h2>\n<div class="scroll" role="region" tabindex="0" aria-label="Table">\n'
+        '<table>\n<thead><tr><th scope="col">What</th><th scope="col">On</th><th scope="col">Because of</th>'
+        f'<th scope="col">Took</th></tr></thead>\n<tbody>{body}</tbody>\n</table>\n</div>\n</main>\n</body>\n</html>\n'
     )

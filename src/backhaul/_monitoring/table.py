@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +14,44 @@ from backhaul._monitoring.status import CallStatus, FunctionStatus
 
 _STYLES = {"up": "green", "new": "dim", "silent": "yellow", "lost": "bold red"}
 _MAX_ROWS = 5  # of functions, of calls under way and of events
+
+
+_WIDE = 10_000  # columns of a terminal in which every table fits
+
+
+class FittingTable:
+    """A table that leaves out columns until it is as narrow as the terminal: better fewer numbers than parts of them.
+
+    Args:
+        columns: The heads. Those that end with ``<`` are of texts, the others of numbers.
+        least: The columns that may be left out, the least important first.
+    """
+
+    def __init__(self, columns: Sequence[str], least: Sequence[str]) -> None:
+        self._columns = columns
+        self._least = least
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Cells that are missing at the end are empty."""
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(self._least) + 1):
+            table = self._without(self._least[:count])
+            if Measurement.get(console, options.update(width=_WIDE), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _without(self, left_out: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        shown = [n for n, column in enumerate(self._columns) if column.rstrip("<") not in left_out]
+        for n in shown:
+            name = self._columns[n]
+            table.add_column(name.rstrip("<"), justify="left" if name.endswith("<") else "right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[n] if n < len(row) else "" for n in shown))
+        return table
 
 
 def to_table(status: ClusterStatus) -> RenderableType:
@@ -46,13 +85,13 @@ def _headline(status: ClusterStatus) -> Text:
     return found
 
 
-def _workers(workers: Sequence[WorkerView]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("host")
-    table.add_column("worker", no_wrap=True, min_width=12)
-    table.add_column("state", no_wrap=True)
-    for column in ("served/s", "made/s", "in/s", "out/s", "queue", "calls", "memory", "values", "graph", "passes"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _workers(workers: Sequence[WorkerView]) -> FittingTable:
+    columns = ["host<", "worker<", "state<", "served/s", "made/s", "in/s", "out/s"]
+    columns += ["queue", "calls", "memory", "values", "graph", "passes"]
+    least = ["graph", "values", "queue", "passes", "calls", "memory", "out/s", "in/s", "made/s", "served/s"]
+    if len({worker.host for worker in workers}) == 1:
+        least.insert(0, "host")
+    table = FittingTable(columns, least)
     host = ""
     for worker in sorted(workers, key=lambda each: (each.host, each.id)):
         style = _STYLES[worker.state]
@@ -80,12 +119,9 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
     return table
 
 
-def _functions(functions: Sequence[tuple[str, FunctionStatus]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("slowest functions")
-    table.add_column("on")
-    for name in ("calls", "mean", "longest", "waited", "in all"):
-        table.add_column(name, justify="right")
+def _functions(functions: Sequence[tuple[str, FunctionStatus]]) -> FittingTable:
+    columns = ["slowest functions<", "on<", "calls", "mean", "longest", "waited", "in all"]
+    table = FittingTable(columns, ["waited", "longest", "calls", "in all"])
     for worker, each in functions:
         mean, waited = each.seconds / each.calls, each.waited / each.calls
         table.add_row(
@@ -100,12 +136,8 @@ def _functions(functions: Sequence[tuple[str, FunctionStatus]]) -> Table:
     return table
 
 
-def _calls(calls: Sequence[tuple[str, CallStatus]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("calls under way")
-    table.add_column("from")
-    table.add_column("on")
-    table.add_column("for", justify="right")
+def _calls(calls: Sequence[tuple[str, CallStatus]]) -> FittingTable:
+    table = FittingTable(["calls under way<", "from<", "on<", "for"], ["from"])
     for worker, call in calls:
         table.add_row(call.function[-48:], call.worker, worker, to_seconds(call.seconds))
     return table

@@ -33,6 +33,7 @@ from backhaul._rpc.compression import check_codecs
 from backhaul._rpc.device_memory import start_devices
 from backhaul._rpc.interceptors import extensions
 from backhaul._rpc.liveness.heartbeats import Heartbeats
+from backhaul._rpc.random_states import RandomStates
 from backhaul._rpc.security.rate_limits import RateLimits, bounds_of
 from backhaul._rpc.security.untrusted import UntrustedServer, guard_frames
 from backhaul._rpc.shutdown.graceful_shutdown import GracefulShutdown
@@ -70,6 +71,7 @@ class Node:
         self.admission = Admission(worker, self.peers)
         self.heartbeat = Heartbeats(worker, self.peers)
         self.client = CallClient(worker, self.peers)
+        RandomStates(worker, self.peers, self.client.interceptors)  # the first interceptor: it may refuse a call
         self.rate_limits = RateLimits.of(worker.options)
         guarded = not worker.options.security.trusted or self.rate_limits.any
         self.server = (UntrustedServer if guarded else CallServer)(worker, self.client)

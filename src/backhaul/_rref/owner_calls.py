@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from backhaul._rpc.futures import Future
 from backhaul._rref.execution import execute, future_of, relay
 from backhaul._rref.registry import current_rrefs
 from backhaul._wire.callables import resolve
+from backhaul._worker.worker import current_worker
 
 Named = tuple[int, int, int, str, str]
 """Value, fork (-1: the owner's own), id and incarnation of its holder, and the incarnation that owns the value."""
@@ -63,6 +65,11 @@ def invoke(  # noqa: PLR0917 (positional arguments travel without pickle)
         made: Future[Any] = Future()
 
         def go_on(done: Future[Any]) -> None:
+            # Each on a thread of its own: calls that wait for the value may wait for each other too.
+            context = contextvars.copy_context()
+            current_worker().thread_pool.submit(functools.partial(context.run, run, done))
+
+        def run(done: Future[Any]) -> None:
             relay(execute(lambda: _find(done.wait(), what), args, kwargs), made)
 
         value.add_done_callback(go_on)

@@ -179,7 +179,10 @@ def _call(step: RandomStep, to: int, body: Body, given: Tensors, path: int) -> T
     if way == 4:
         return copies(remote(place, serve, args=arguments).to_here())
     if way == 5:
-        return rpc_sync(place, serve_referred, args=(step, to, body, RRef(given), path))
+        # A reference to a parameter is to the parameter, also under ``no_grad``. Other ways send copies, which then
+        # need no gradient.
+        referred = given if torch.is_grad_enabled() else copies(given)
+        return rpc_sync(place, serve_referred, args=(step, to, body, RRef(referred), path))
     other = draw.choice(step.places)
     made: RRef[Tensors] = remote(place, serve, args=arguments)
     if way == 6:

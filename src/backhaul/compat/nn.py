@@ -43,6 +43,7 @@ class RemoteModule(nn.RemoteModule):
     """
 
     _lists_tensors = False
+    _carries_autocast = False
 
     def __init__(
         self,

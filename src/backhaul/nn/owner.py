@@ -16,6 +16,7 @@ from backhaul._remote_tensors.changes_on_owner import Changes
 from backhaul._remote_tensors.on_owner import Description, describe, on_cpu
 from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
+from backhaul.nn.autocast import Casts, casting
 
 State = dict[str, Any]
 
@@ -129,13 +130,25 @@ def run_changed(  # noqa: PLR0917 (positional arguments travel without pickle)
     return _RUNNERS[runner](module, device, grad, method, *args, **kwargs)
 
 
-RUN, RUN_THERE, RUN_IN_PLACE, RUN_WITH, RUN_CHANGED = (
+def run_cast(module: nn.Module, casts: Casts, runner: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``runner``, one of the functions above, under the autocast of the caller."""
+    with casting(casts):
+        return _RUNNERS[runner](module, *args, **kwargs)
+
+
+RUN, RUN_THERE, RUN_IN_PLACE, RUN_WITH, RUN_CHANGED, RUN_CAST = (
     f"{function.__module__}:{function.__qualname__}"
-    for function in (run, run_there, run_in_place, run_with, run_changed)
+    for function in (run, run_there, run_in_place, run_with, run_changed, run_cast)
 )
 """The names of these functions in messages."""
 
-_RUNNERS: dict[str, Callable[..., Any]] = {RUN: run, RUN_THERE: run_there, RUN_IN_PLACE: run_in_place}
+_RUNNERS: dict[str, Callable[..., Any]] = {
+    RUN: run,
+    RUN_THERE: run_there,
+    RUN_IN_PLACE: run_in_place,
+    RUN_WITH: run_with,
+    RUN_CHANGED: run_changed,
+}
 
 
 def _device_of(module: nn.Module, otherwise: str | torch.device) -> torch.device:

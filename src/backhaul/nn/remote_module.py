@@ -16,7 +16,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVarTuple, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVarTuple, overload
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from backhaul._runtime.compile_marks import graph_break
 from backhaul._wire.pickling import reducers
 from backhaul.errors import SerializationError
 from backhaul.nn import owner
+from backhaul.nn.autocast import casts_here
 from backhaul.nn.no_local_tensors import NoLocalTensors
 from backhaul.nn.remote_changes import RemoteChanges
 from backhaul.nn.remote_device import parse_place
@@ -101,6 +102,9 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors, Generic[Inputs, O
     """
 
     __call__: Callable[Inputs, Output]
+
+    _carries_autocast: ClassVar[bool] = True
+    """Whether ``torch.autocast`` of the caller holds for the module there."""
 
     # fmt: off
     @overload
@@ -198,6 +202,13 @@ class RemoteModule(RemoteChanges, RemoteState, NoLocalTensors, Generic[Inputs, O
 
     def _plan_run(self, method: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], Sequence[Changes]]:
         """The name of the function of ``owner`` to call, its arguments after the module, and the changes in them."""
+        planned = self._plan_without_casts(method, args)
+        if self._carries_autocast and (casts := casts_here()):
+            function, arguments, changes = planned
+            return owner.RUN_CAST, (casts, function, *arguments), changes
+        return planned
+
+    def _plan_without_casts(self, method: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], Sequence[Changes]]:
         arguments = self.device, torch.is_grad_enabled(), method, *args
         tensors = self._tensors
         if tensors is None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from backhaul._remote_tensors.on_owner import on_cpu
 from backhaul._rpc.compression import as_it_is
+from backhaul._rpc.move_progress import shown_move
 from backhaul.nn import owner
 from backhaul.nn.listed_tensors import ListedTensors
 
@@ -25,7 +26,8 @@ class RemoteState(ListedTensors):
                 f"state_dict(keep_vars=True) is not possible: the module is on worker '{self.on}', and its state is a "
                 "copy; use remote_parameters() for references to its parameters"
             )
-        state, versions = self._ask_owner(owner.save)
+        with shown_move("copying state from", [self.on]):
+            state, versions = self._ask_owner(owner.save)
         destination.update({prefix + name: value for name, value in state.items()})
         if hasattr(destination, "_metadata"):
             destination._metadata.update({(prefix + name).rstrip("."): value for name, value in versions.items()})
@@ -47,7 +49,7 @@ class RemoteState(ListedTensors):
         metadata = getattr(state_dict, "_metadata", {})
         versions = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        with as_it_is():
+        with as_it_is(), shown_move("loading state to", [self.on]):
             missing, unexpected, errors, description = self._ask_owner(owner.load, state, versions, assign, prefix)
         self._describe_again(description)
         missing_keys.extend(missing)

@@ -12,6 +12,7 @@ from torch import nn
 from backhaul._rpc.compression import as_it_is
 from backhaul.errors import BackhaulError, SerializationError
 from backhaul.nn import split_owner
+from backhaul.nn.autocast import casts_here
 from backhaul.nn.listed_tensors import set_buffer
 from backhaul.nn.module_on_owner import ModuleOnOwner, ModuleReference
 
@@ -57,7 +58,7 @@ def read_attribute(ask: Ask, shown: str, on: str, path: str, name: str) -> Any:
 
 
 def _call(ask: Ask, path: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    return ask(split_owner.call, path, torch.is_grad_enabled(), method, *args, **kwargs)
+    return ask(split_owner.call, path, torch.is_grad_enabled(), casts_here(), method, *args, **kwargs)
 
 
 class Impersonates:

@@ -13,6 +13,7 @@ from backhaul._remote_tensors.on_owner import Description, describe
 from backhaul._rpc.calls.served_call import reply_as_it_is
 from backhaul._rref.handle import RRef
 from backhaul.nn import owner
+from backhaul.nn.autocast import Casts, casting
 from backhaul.nn.module_transfer import ModuleTransfer, pack, unpack
 
 Found = Literal["data", "method", "missing"]
@@ -49,9 +50,10 @@ def write(module: nn.Module, path: str, name: str, value: Any) -> None:
     setattr(module.get_submodule(path), name, value)
 
 
-def call(module: nn.Module, path: str, grad: bool, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the module at ``path``. ``grad``: whether grad mode is enabled."""
-    return owner.run(module.get_submodule(path), "cpu", grad, method, *args, **kwargs)
+def call(module: nn.Module, path: str, grad: bool, casts: Casts, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the module at ``path``. ``grad``, ``casts``: grad mode and autocast of the caller."""
+    with casting(casts):
+        return owner.run(module.get_submodule(path), "cpu", grad, method, *args, **kwargs)
 
 
 def train(module: nn.Module, path: str, mode: bool) -> None:

@@ -13,6 +13,7 @@ from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._remote_tensors.on_owner import Description
 from backhaul._rpc.api import rpc_async
 from backhaul._rpc.futures import Future
+from backhaul._rpc.move_progress import shown_move
 from backhaul._rpc.node import Node
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
@@ -74,7 +75,7 @@ def split(model: Model, places: Mapping[str, str], *, timeout: float | None = No
     by_worker: dict[str, list[MovedPart]] = {}
     for part in parts:
         by_worker.setdefault(part.home[0].name, []).append(part)
-    with torch.no_grad():
+    with torch.no_grad(), shown_move(_modules(len(parts), "to"), list(by_worker), _size_of(parts)):
         sent = [(group, _send(worker, group, timeout)) for worker, group in by_worker.items()]
         made: dict[int, nn.Module] = {}
         for group, taken in sent:
@@ -87,6 +88,18 @@ def split(model: Model, places: Mapping[str, str], *, timeout: float | None = No
     for part in parts:
         leave_behind(part.module.parameters(), f"moved to worker '{part.home[0].name}' by bh.nn.split")
     return _replace(model, made)
+
+
+def _modules(count: int, where: str) -> str:
+    return f"moving {count} modules {where}" if count > 1 else f"moving a module {where}"
+
+
+def _size_of(parts: Sequence[MovedPart]) -> int:
+    """The bytes of all parameters, gradients and buffers."""
+    modules = [part.module for part in parts]
+    tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
+    grads = [each.grad for each in tensors.values() if each.grad is not None]
+    return sum(each.numel() * each.element_size() for each in (*tensors.values(), *grads))
 
 
 def _send(
@@ -143,7 +156,8 @@ def gather(model: Model, *, timeout: float | None = None) -> Model:
     if not by_worker:
         return model
     send_changes(current_worker())  # such as gradients that zero_grad has cleared
-    with torch.no_grad():
+    count = sum(map(len, by_worker.values()))
+    with torch.no_grad(), shown_move(_modules(count, "from"), list(by_worker)):
         asked = [(parts, _ask(worker, parts, timeout)) for worker, parts in by_worker.items()]
         found: dict[int, nn.Module] = {}
         for parts, transfer in asked:

@@ -13,6 +13,7 @@ import torch
 
 from backhaul._autograd.api import find_gradients
 from backhaul._rpc.compression import as_it_is
+from backhaul._rpc.move_progress import shown_move
 from backhaul._rref.handle import RRef
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._types import WorkerInfo
@@ -234,7 +235,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The state holds plain data and copies of tensors on the CPU. Save it with ``torch.save`` or
         ``torch.distributed.checkpoint.save``; to load the latter, see ``read_checkpoint``.
         """
-        answers = self._with_changes("state_dict", method_call, "state_dict")
+        with shown_move("copying optimizer state from", [owner.name for owner in self._shares]):
+            answers = self._with_changes("state_dict", method_call, "state_dict")
         state: dict[int, Any] = {}
         options = [_options(group) for group in self.param_groups]
         for owner, answer in answers.items():
@@ -279,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return method_call(share.local, "load_state_dict", {"state": part, "param_groups": groups})
 
         self._loads += 1
-        with as_it_is():
+        with as_it_is(), shown_move("loading optimizer state to", [owner.name for owner in self._shares]):
             self._on_all("load_state_dict", load)
         for number, group in enumerate(self.param_groups):
             self.param_groups[number] = {**_copy(options[number]), "params": group["params"]}

@@ -26,6 +26,7 @@ from backhaul._remote_tensors import remote_parameter
 from backhaul._remote_tensors.driven_modules import send_changes
 from backhaul._remote_tensors.remote_parameter import RemoteParameter, hidden
 from backhaul._remote_tensors.remote_tensor import RemoteTensor, fetch
+from backhaul._rpc.move_progress import shown_move
 from backhaul._runtime.compile_marks import graph_break
 from backhaul._runtime.worker_patches import while_workers_run
 from backhaul._types import WorkerInfo
@@ -213,7 +214,9 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _with_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """``state_dict`` with copies in place of remote tensors, with one message to each owner."""
     remote = [leaf for leaf in tree_leaves(state_dict["state"]) if isinstance(leaf, RemoteTensor)]
-    copies = {id(leaf): copy for leaf, copy in zip(remote, fetch(remote), strict=True)}
+    owners = list(dict.fromkeys(leaf.owner_name() for leaf in remote))
+    with shown_move("copying optimizer state from", owners):
+        copies = {id(leaf): copy for leaf, copy in zip(remote, fetch(remote), strict=True)}
     state = map_leaves(lambda _, value: copies.get(id(value), value), state_dict["state"])
     return {**state_dict, "state": state}
 

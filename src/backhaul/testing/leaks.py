@@ -14,7 +14,7 @@ import pytest
 
 from backhaul.testing.snapshots import take_snapshot
 
-_GRACE_SECONDS = 5.0  # how long threads, processes and so on may take to end
+_GRACE_SECONDS = 20.0  # how long threads, processes and so on may take to end
 _BEFORE_GC_SECONDS = 0.1  # of these, without garbage collection, which takes long in a large process
 
 

@@ -58,6 +58,16 @@ def await_end(process: int) -> None:
         time.sleep(0.01)
 
 
+def share(large: torch.Tensor) -> tuple[float, int]:
+    """Send a tensor until it goes through shared memory: the first times there may be none of that size yet."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = bh.rpc_sync("worker1", torch.sum, args=(large,)).item()
+        shared = bh.get_debug_info()["shm_bytes"]
+        if shared >= large.nbytes or time.monotonic() > deadline:
+            return found, shared
+
+
 def error_of(call: Any, *args: Any, **kwargs: Any) -> list[str]:
     """The types of what a call raises, and its text."""
     try:
@@ -87,9 +97,7 @@ def main() -> None:
         found["raised"] = error_of(cluster.run, int, ("x",))
         found["nobody"] = error_of(cluster.run, int, on=["worker3"])
         large = torch.ones(1 << 20)
-        for _ in range(4):  # the first ones are sent before there is memory of that size
-            found["sum"] = bh.rpc_sync("worker1", torch.sum, args=(large,)).item()
-        found["shared memory"] = bh.get_debug_info()["shm_bytes"]
+        found["sum"], found["shared memory"] = share(large)
         found["visitor"] = ray.get(visit.remote(cluster.name, cluster.namespace))
         processes = [found["places"][0][4]]
         result = train_on_ray(cluster, lambda step: kill_in_step(4, step, processes))

@@ -137,3 +137,13 @@ def test_what_ends_after_the_order_to_end_has_failed_only_if_it_said_so_before(l
         say(progress, 1, 2.1, TRACEBACK, "KeyboardInterrupt")
     progress.on_end(1, 1, 2.2)
     assert progress.workers[1].failed is not late
+
+
+def test_a_run_that_has_served_its_purpose_has_not_failed() -> None:
+    progress = RunProgress(["a", "b"])
+    assert progress.on_enough(1.0) is Order.TERMINATE
+    say(progress, 1, 1.1, TRACEBACK, "PeerLostError: lost worker 'a'")
+    progress.on_end(0, -signal.SIGTERM, 1.1)
+    progress.on_end(1, 1, 1.2)
+    assert (progress.first_failure(), progress.exit_status()) == (None, 0)
+    assert progress.on_enough(1.3) is None

@@ -140,7 +140,7 @@ class TestEndpoint:
                     event.channel.release()
 
         host = aside(let_in)
-        made = here.connect(there.addresses[0], timeout=5.0)
+        made = here.connect(there.addresses[0], timeout=30.0)
         made.send(Frame(40, 1))
         host.join()
         assert isinstance(made, SocketChannel)
@@ -153,7 +153,7 @@ class TestEndpoint:
 
         def read() -> None:
             while len(numbers) < 200:
-                event = there.poll(5.0)
+                event = there.poll(30.0)
                 if isinstance(event, Received):
                     numbers.extend(frame.number for frame in event.frames)
                     event.channel.release()

@@ -284,7 +284,7 @@ def test_a_wake_up_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, S
 
     poller = threading.Thread(target=let_in)
     poller.start()
-    channel = here.connect(there.addresses[0], timeout=5.0)
+    channel = here.connect(there.addresses[0], timeout=30.0)
     connected.set()
     poller.join()
     assert channel.acquire()
@@ -298,7 +298,7 @@ def test_a_wake_up_ends_a_wait_and_channels_do_too(ends: tuple[SocketEndpoint, S
     channel.send(Frame(40, 1, b"hello"))
     received = None
     while received is None:
-        received = there.poll(5.0)
+        received = there.poll(30.0)
     assert isinstance(received, Received)
     received.channel.send(Frame(41, 1, b"and back"))
     received.channel.release()
@@ -371,7 +371,7 @@ def connect(here: SocketEndpoint, there: SocketEndpoint) -> tuple[SocketChannel,
 
     host = threading.Thread(target=let_in)
     host.start()
-    channel = here.connect(there.addresses[0], timeout=5.0)
+    channel = here.connect(there.addresses[0], timeout=30.0)
     channel.send(Frame(40, 1, b"hello"))
     host.join()
     back = accepted[0].channel
@@ -383,7 +383,7 @@ def connect(here: SocketEndpoint, there: SocketEndpoint) -> tuple[SocketChannel,
 
 def comes(end: SocketEndpoint) -> Event:
     event = None
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while event is None and time.monotonic() < deadline:
         event = end.poll(0.1)
     assert event is not None

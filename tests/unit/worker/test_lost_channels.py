@@ -24,15 +24,15 @@ def test_nothing_is_kept_of_a_lost_channel_that_a_thread_has_waited_for() -> Non
 
     def let_in() -> None:
         for _ in range(10):
-            if isinstance(there.poll(5.0), Received):
+            if isinstance(there.poll(30.0), Received):
                 came.set()
                 return
 
     threading.Thread(target=let_in, daemon=True).start()
     try:
-        channel = here.connect(there.addresses[0], timeout=5.0)
+        channel = here.connect(there.addresses[0], timeout=30.0)
         channel.send(Frame(40, 1))
-        assert came.wait(10)
+        assert came.wait(30)
         assert channel.acquire()
         assert not receiver.attend([channel], runtime.one_shot(), 0.001, ())
         call = Call()

@@ -833,7 +833,7 @@ def test_over_a_real_transport() -> None:
     ]
     for thread_pool in pools:
         thread_pool.start()
-    channel = near.connect(far.addresses[0], timeout=5)
+    channel = near.connect(far.addresses[0], timeout=30)
     for number in range(100):
         channel.send(Frame(3, number, b"%d," % number))
     assert finished.wait(FAILSAFE)

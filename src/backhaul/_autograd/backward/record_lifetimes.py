@@ -133,5 +133,10 @@ class RecordLifetimes:
 
 @internal(list)
 def missing_of(messages: list[MessageId]) -> list[MessageId]:
-    """A worker calls this on the receiver of its messages after the loss of a channel. Returns those that are gone."""
-    return [message for message in messages if message not in functions.live]
+    """A worker calls this on the receiver of its messages after the loss of a channel. Returns those that are gone. It
+    will hear of the death of the others, whatever passes do.
+    """
+    functions.doubted.update(messages)
+    missing = [message for message in messages if message not in functions.live]
+    functions.doubted.difference_update(missing)
+    return missing

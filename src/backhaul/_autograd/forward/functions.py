@@ -169,13 +169,20 @@ class PlainRecv(Recv, eq=False, weakref=True):
     )
 
     def __del__(self) -> None:
-        live.discard(self.message)
-        if not self.spent and self.on_death is not None:
-            self.on_death((self.sender, self.message))
+        message = self.message
+        live.discard(message)
+        if (not self.spent or message in doubted) and self.on_death is not None:
+            self.on_death((self.sender, message))
+        doubted.discard(message)
 
 
 live: set[MessageId] = set()
 """The messages outside contexts whose received tensors are part of a graph of this process."""
+
+doubted: set[MessageId] = set()
+"""Those for which the sender has asked after the loss of a channel. A pass that was to free the record may have failed,
+and this process may never hear of that. So the death of the receiving end is reported, even if it is spent.
+"""
 
 Spent = tuple[weakref.ref[PlainRecv], int, MessageId]
 """A received message whose sender frees its record, the sender, and the id of the message."""

@@ -74,7 +74,7 @@ async function ask() {
   remember(status);
   say();
   show();
-  setLive("ok", "live");
+  if (!paused) setLive("ok", "live"); // the user may have pressed the button meanwhile
 }
 async function run() {
   if (!paused && !document.hidden) await ask();

@@ -76,9 +76,9 @@ def open_store(
         unknown = " and ".join(what for what, value in (("rank", rank), ("world_size", world_size)) if value is None)
         says = f"; the environment of {place.source} does not say it" if place.source else ""
         raise ValueError(
-            f"init does not know the {unknown}{says}: pass it, set RANK and WORLD_SIZE, or start with torchrun, mpirun "
-            "or srun (an Indexed Job of Kubernetes needs WORLD_SIZE); for workers inside this process use "
-            "backhaul.cluster()"
+            f"init does not know the {unknown}{says}: start the script with `backhaul run`, torchrun, mpirun or srun "
+            "(an Indexed Job of Kubernetes needs WORLD_SIZE), or pass rank and world_size, or set RANK and WORLD_SIZE; "
+            "for workers inside this process use backhaul.cluster()"
         )
     check_rank(rank, world_size)
     method = options.init_method if options.init_method not in (None, "env://") else place.method
@@ -125,7 +125,14 @@ def store_at(method: str, rank: int, world_size: int, timeout: float, *, alone: 
     except (DistError, RuntimeError, OSError) as error:
         if isinstance(error, RendezvousError):
             raise
-        raise RendezvousError(f"cannot meet at {method}: {error}") from error
+        raise RendezvousError(f"cannot meet at {method}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, or what to do about it. Only the name of the system's error is in the text."""
+    if "EADDRINUSE" in str(error):
+        return "the port is in use on this host; end the program that has it, or set another MASTER_PORT everywhere"
+    return str(error)
 
 
 def _first(found: Iterator[tuple[Store, int, int]]) -> Store:

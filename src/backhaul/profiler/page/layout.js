@@ -1,6 +1,7 @@
 // The layout: time on the x axis; workers, tracks and levels on the y axis. All lengths are CSS pixels.
 
-const GUTTER = 168; // width of the labels at the left
+const GUTTER = window.innerWidth > 760 ? 168 : 104; // width of the labels at the left
+document.documentElement.style.setProperty("--gutter", `${GUTTER}px`);
 const BAND = 30; // height of the head of a worker
 const LEVEL = 18; // height of a slice and of the gap below it
 const BAR = 16; // height of a slice

@@ -34,6 +34,7 @@ class View {
     this.canvas = at("canvas");
     this.overview = at("overview");
     this.mouse = null; // x of the mouse; the keys zoom there
+    this.segment = -1; // of the critical path, where the arrows are
     this.waiting = false;
     this.label();
     this.listen(onPick, onHover);
@@ -209,6 +210,16 @@ class View {
       const segment = this.segmentUnder(event);
       if (slices.has(segment?.slice)) onPick(slices.get(segment.slice));
     });
+    this.overview.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      event.stopPropagation();
+      const slice = this.nextOnPath(by);
+      if (!slice) return;
+      onPick(slice);
+      this.goTo(slice);
+    });
   }
 
   // The wheel scrolls over the labels. Over the timeline it zooms, or moves sideways with Shift.
@@ -267,6 +278,18 @@ class View {
     if (event.clientY - frame.top < MINIMAP + RULER) return null;
     const time = this.range.time(event.clientX - frame.left);
     return timeline.path.find((segment) => segment.start <= time && time < segment.end) ?? null;
+  }
+
+  // The slice of the segment of the critical path beside the selected one; beside nothing, the first or the last one.
+  nextOnPath(by) {
+    const path = timeline.path.filter((segment) => slices.has(segment.slice));
+    const selected = this.display.selection.slice?.id;
+    if (path[this.segment]?.slice !== selected) this.segment = path.findIndex((segment) => segment.slice === selected);
+    if (this.segment < 0 && by < 0) this.segment = path.length;
+    do this.segment += by;
+    while (path[this.segment] && path[this.segment].slice === selected);
+    this.segment = Math.max(0, Math.min(path.length - 1, this.segment));
+    return slices.get(path[this.segment]?.slice);
   }
 
   // Returns whether the key has a meaning here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -110,3 +111,10 @@ def test_ranks_of_different_sizes() -> None:
 def test_a_joiner_without_the_secret_that_others_were_given() -> None:
     with pytest.raises(RendezvousError, match="BACKHAUL_SECRET"):
         StoreRendezvous(HashStore(), 1, 2, LONG_SECONDS).find_secret(None)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        method = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match="MASTER_PORT"):
+            rendezvous.store_at(method, 0, 2, LONG_SECONDS)

@@ -128,17 +128,20 @@ def test_a_slow_reader_holds_the_sender_back(polled: Polled, ends: tuple[socket.
     here, there = ends
     here.setblocking(False)
     piece, sent = bytes(1 << 16), 0
-    full = 0
-    while full < 50:  # the buffers of the system take what they can; then nothing moves any more
+    full = held = 0
+    (connection,) = polled.endpoint.relay._carried
+    deadline = time.monotonic() + SECONDS
+    # The buffers of the system take what they can; then nothing moves any more, and the relay holds what it has read.
+    while full < 50 or not held:
+        assert time.monotonic() < deadline
         try:
             sent += here.send(piece)
             full = 0
         except BlockingIOError:
             full += 1
             time.sleep(0.002)
-    (connection,) = polled.endpoint.relay._carried
-    held = sum(len(flow.waiting) for flow in connection._flows.flows)
-    assert 0 < held <= relay._CHUNK_BYTES
+        held = sum(len(flow.waiting) for flow in connection._flows.flows)
+    assert held <= relay._CHUNK_BYTES
     here.setblocking(True)
     here.shutdown(socket.SHUT_WR)
     assert len(read_all(there)) == sent
@@ -193,11 +196,15 @@ def test_wrong_keys_and_used_legs_are_refused(polled: Polled) -> None:
                 again.begin()
 
 
-def test_a_leg_whose_other_end_does_not_come(monkeypatch: pytest.MonkeyPatch, polled: Polled) -> None:
-    monkeypatch.setattr(relay_states, "AWAIT_SECONDS", 0.2)
+def test_a_leg_whose_other_end_does_not_come(polled: Polled) -> None:
     one, other = polled.offer()
-    with End(polled, one) as here, pytest.raises(ConnectionRefusedError):
-        here.begin()
+    awaited = polled.endpoint.relay._awaited._offers[one.number]
+    assert awaited.until == pytest.approx(time.monotonic() + relay_states.AWAIT_SECONDS, abs=5.0)
+    with End(polled, one) as here:
+        until(lambda: awaited.arrived == one.number, "the leg does not come")
+        awaited.until = 0.0  # the time is over
+        with pytest.raises(ConnectionRefusedError):
+            here.begin()
     with End(polled, other) as late, pytest.raises(ConnectionError):
         late.begin()
 
