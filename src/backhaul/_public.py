@@ -6,7 +6,7 @@ from backhaul import _torch_support  # noqa: F401  (first, since it checks the t
 from backhaul import __version__, errors, nn, optim, profiler, ray
 from backhaul._autograd.api import ContextHandle, backward, context, get_gradients
 from backhaul._autograd.failure.replay import Replay
-from backhaul._groups.group import Group, group
+from backhaul._groups.group import WorkerGroup, group
 from backhaul._groups.group_calls import GroupCalls
 from backhaul._launch.embedded import cluster
 from backhaul._launch.processes import launch
@@ -34,7 +34,7 @@ from backhaul._rpc.security.policy import expose
 from backhaul._rpc.several_futures import as_completed, collect_all, wait_all
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
-from backhaul._streams.stream import Stream, stream
+from backhaul._streams.stream import RemoteIterator, stream
 from backhaul._types import WorkerInfo
 from backhaul._worker.deadlines import cancelled, deadline, time_left
 from backhaul._worker.worker import Worker, current_worker
@@ -49,7 +49,6 @@ __all__ = [
     "ContextHandle",
     "Devices",
     "Future",
-    "Group",
     "GroupCalls",
     "Limits",
     "Liveness",
@@ -58,12 +57,13 @@ __all__ = [
     "PeerLostError",
     "RRef",
     "RemoteError",
+    "RemoteIterator",
     "Replay",
     "Retry",
     "Security",
-    "Stream",
     "Tls",
     "Worker",
+    "WorkerGroup",
     "WorkerInfo",
     "__version__",
     "as_completed",

@@ -79,7 +79,7 @@ class OneProcess:
 class Members:
     """The same over workers."""
 
-    def __init__(self, group: bh.Group) -> None:
+    def __init__(self, group: bh.WorkerGroup) -> None:
         self.group = group
         self.size = len(group)
 
@@ -133,7 +133,7 @@ def program(seed: int, over: OneProcess | Members) -> list[Any]:
     return [loss.item(), x.grad, y.grad]
 
 
-def expect_as_in_one_process(seeds: Sequence[int], group: bh.Group) -> None:
+def expect_as_in_one_process(seeds: Sequence[int], group: bh.WorkerGroup) -> None:
     for seed in seeds:
         expected, found = program(seed, OneProcess(len(group))), program(seed, Members(group))
         assert repr(found) == repr(expected), f"seed {seed}"

@@ -227,7 +227,7 @@ def test_an_item_that_is_late() -> None:
         assert next(found, None) is None
 
 
-def _patiently(found: bh.Stream[int]) -> int:
+def _patiently(found: bh.RemoteIterator[int]) -> int:
     for _ in range(int(DEADLINE_SECONDS / 0.05)):
         try:
             return next(found)
@@ -260,7 +260,7 @@ def test_closing_cancels_what_the_generator_waits_for() -> None:
 
 
 def test_async_for_and_a_cancelled_task() -> None:
-    async def take_all(found: bh.Stream[int]) -> list[int]:
+    async def take_all(found: bh.RemoteIterator[int]) -> list[int]:
         return [item async for item in found]
 
     async def main() -> None:

@@ -28,7 +28,7 @@ TREE_BYTES = 256 << 10
 """Arguments with more bytes of tensors go over the network once for each host, not once for each worker."""
 
 
-class Group(Sequence[WorkerInfo]):
+class WorkerGroup(Sequence[WorkerInfo]):
     """Workers that are called together; see ``group``. It never changes: workers that join later are not in it.
 
     A message with large tensors for workers of several hosts goes over the network once for each host. It travels
@@ -37,6 +37,13 @@ class Group(Sequence[WorkerInfo]):
 
     Args:
         members: The workers, in the order of results.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(["trainer", "w0", "w1"]):
+        ...     everybody = bh.group("*")
+        ...     everybody.others.names, everybody[1:].call(bh.get_worker_info)[0].name
+        (['w0', 'w1'], 'w0')
     """
 
     def __init__(self, members: Iterable[WorkerInfo]) -> None:
@@ -45,21 +52,21 @@ class Group(Sequence[WorkerInfo]):
     @overload
     def __getitem__(self, index: int) -> WorkerInfo: ...
     @overload
-    def __getitem__(self, index: slice) -> Group: ...
-    def __getitem__(self, index: int | slice) -> WorkerInfo | Group:
-        return Group(self._members[index]) if isinstance(index, slice) else self._members[index]
+    def __getitem__(self, index: slice) -> WorkerGroup: ...
+    def __getitem__(self, index: int | slice) -> WorkerInfo | WorkerGroup:
+        return WorkerGroup(self._members[index]) if isinstance(index, slice) else self._members[index]
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self._members == other._members
+        return isinstance(other, WorkerGroup) and self._members == other._members
 
     def __hash__(self) -> int:
         return hash(self._members)
 
     def __repr__(self) -> str:
-        return f"<Group of {', '.join(self.names)}>"
+        return f"<WorkerGroup of {', '.join(self.names)}>"
 
     @property
     def names(self) -> list[str]:
@@ -67,10 +74,10 @@ class Group(Sequence[WorkerInfo]):
         return [member.name for member in self]
 
     @property
-    def others(self) -> Group:
+    def others(self) -> WorkerGroup:
         """The group without the current worker."""
         here = current_worker().info.id
-        return Group(member for member in self if member.id != here)
+        return WorkerGroup(member for member in self if member.id != here)
 
     # One call on each.
 
@@ -222,7 +229,7 @@ class Group(Sequence[WorkerInfo]):
         try:
             for part in halves(others):
                 numbers = [number for host in part for number in host]
-                further = Group(self[number] for number in numbers), [len(host) for host in part], call
+                further = WorkerGroup(self[number] for number in numbers), [len(host) for host in part], call
                 parts.append((client.call_async(self[numbers[0]], pass_on, further, None, call.timeout), numbers))
             parts += [(call.start(self[number]), number) for number in own]
         except BaseException:
@@ -267,7 +274,7 @@ class SharedCall:
         return _copy(worker, cast("Callable[..., Any]", self.func), list(self.args or ()), self.timeout)
 
 
-def pass_on(members: Group, sizes: Sequence[int], call: SharedCall) -> list[Any]:
+def pass_on(members: WorkerGroup, sizes: Sequence[int], call: SharedCall) -> list[Any]:
     """Runs on the first member: call the members of its host, and pass the call on to other hosts.
 
     Args:
@@ -304,7 +311,7 @@ def _nbytes(value: Any) -> int:
 
 
 @graph_break
-def group(*workers: Target | Sequence[Target]) -> Group:
+def group(*workers: Target | Sequence[Target]) -> WorkerGroup:
     """Workers to call together.
 
     Args:
@@ -319,7 +326,7 @@ def group(*workers: Target | Sequence[Target]) -> Group:
         >>> import backhaul as bh
         >>> with bh.cluster(["trainer0", "trainer1", "server"]):
         ...     bh.group("trainer*"), bh.group("server", 0), len(bh.group("*").others)
-        (<Group of trainer0, trainer1>, <Group of server, trainer0>, 2)
+        (<WorkerGroup of trainer0, trainer1>, <WorkerGroup of server, trainer0>, 2)
     """
     peers = current_worker().part(Node).peers
     found: dict[WorkerInfo, None] = {}
@@ -335,4 +342,4 @@ def group(*workers: Target | Sequence[Target]) -> Group:
                 names = ", ".join(info.name for info in members)
                 raise UnknownWorkerError(f"no worker matches '{one}'; there are: {names}", worker=one)
             found.update(dict.fromkeys(matching))
-    return Group(found)
+    return WorkerGroup(found)

@@ -18,6 +18,13 @@ class GroupCalls(Generic[T]):
         parts: Futures, and which results each will have: one result, or a list of several.
         names: Where each result comes from, for errors.
         what: What was called, for errors.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(3):
+        ...     calls = bh.group("*").map_async(abs, [-1, -2, -3, -4])
+        ...     len(calls), calls.wait()
+        (4, [1, 2, 3, 4])
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from backhaul._wire.callables import label_of
 T = TypeVar("T")
 
 
-class Source(Generic[T]):
+class ItemSource(Generic[T]):
     """A generator that one consumer asks for items. Lives on the producer. Thread-safe.
 
     Args:

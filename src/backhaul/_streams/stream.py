@@ -14,22 +14,28 @@ from backhaul._rpc.node import Node
 from backhaul._rref.handle import RRef
 from backhaul._rref.remote import remote
 from backhaul._runtime.compile_marks import graph_break
-from backhaul._streams.source import Source
+from backhaul._streams.source import ItemSource
 from backhaul._worker.worker import current_worker
 from backhaul.errors import BackhaulError
 
 T = TypeVar("T")
 
 
-class Stream(Generic[T]):
+class RemoteIterator(Generic[T]):
     """Items that a generator makes on another worker; see ``stream``. For ``for`` and ``async for``.
 
     One thread or task may iterate over it at a time. Closing it, at the end of a ``with`` block for instance, ends the
     generator. A stream that nothing refers to any more is closed too.
+
+    Example:
+        >>> import backhaul as bh
+        >>> with bh.cluster(2), bh.stream("worker1", range, args=(5,)) as numbers:
+        ...     next(numbers), list(numbers)
+        (0, [1, 2, 3, 4])
     """
 
-    def __init__(self, source: RRef[Source[T]], ahead: int, timeout: float | None) -> None:
-        self._source: RRef[Source[T]] | None = source
+    def __init__(self, source: RRef[ItemSource[T]], ahead: int, timeout: float | None) -> None:
+        self._source: RRef[ItemSource[T]] | None = source
         self._owner = source.owner_name()
         self._timeout = timeout
         self._number = 0  # of the next request
@@ -38,15 +44,15 @@ class Stream(Generic[T]):
             self._ask()
 
     def __repr__(self) -> str:
-        return f"<Stream from '{self._owner}'; {'closed' if self._source is None else 'open'}>"
+        return f"<RemoteIterator from '{self._owner}'; {'closed' if self._source is None else 'open'}>"
 
-    def __iter__(self) -> Stream[T]:
+    def __iter__(self) -> RemoteIterator[T]:
         return self
 
-    def __aiter__(self) -> Stream[T]:
+    def __aiter__(self) -> RemoteIterator[T]:
         return self
 
-    def __enter__(self) -> Stream[T]:
+    def __enter__(self) -> RemoteIterator[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +151,7 @@ def stream(
     *,
     ahead: int = 8,
     timeout: float | None = None,
-) -> Stream[T]:
+) -> RemoteIterator[T]:
     """Run a generator on another worker, and iterate over its items here.
 
     Each item is part of the autograd graph, as the result of a call would be. What the generator raises is raised here,
@@ -180,5 +186,5 @@ def stream(
         raise ValueError(f"at least one item must be made ahead, got ahead={ahead}")
     node = current_worker().part(Node)
     limit = node.client.timeout if timeout is None else timeout
-    source: RRef[Any] = remote(to, Source, args=[func, tuple(args or ()), dict(kwargs or {})], timeout=0)
-    return Stream(source, ahead, limit or None)
+    source: RRef[Any] = remote(to, ItemSource, args=[func, tuple(args or ()), dict(kwargs or {})], timeout=0)
+    return RemoteIterator(source, ahead, limit or None)

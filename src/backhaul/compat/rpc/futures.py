@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.futures
 
 from backhaul._rpc import futures as calls
+from backhaul._rpc import several_futures
 from backhaul._worker.worker import blocking, runtime_here
 from backhaul.compat.errors import reworded
 
@@ -91,7 +92,7 @@ def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Futur
     Torch's own function returns other objects, which lack Backhaul's errors and do not wait for device streams.
     """
     only_calls = bool(futures) and all(isinstance(member, calls.Future) for member in futures)
-    return calls.collect_all(futures) if only_calls else _torch_collect_all(futures)
+    return several_futures.collect_all(futures) if only_calls else _torch_collect_all(futures)
 
 
 torch.futures.wait_all = wait_all
