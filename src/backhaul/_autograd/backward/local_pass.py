@@ -369,6 +369,8 @@ class LocalPass:
             except BaseException as error:
                 self.fail(source, error)
         self.context.rest()
+        if self.aborted and self._groups is not None:
+            self._groups.release()  # the task may have put gradients there since ``abandon``
         tally, channels = self._reports.end()
         for channel in channels:
             channel.flush()

@@ -57,6 +57,7 @@ class PlainPassGraph(PassGraph):
         self._lock = threading.Lock()  # guards all below, ends, orders and grouping
         self._waiting: set[MessageId] = set()  # sources that have arrived and are not alone
         self._wanted: set[MessageId] = set()  # sources that take part, as far as this worker knows
+        self._grouped: set[MessageId] = set()  # those of ``ends`` that are forgotten with the groups
         self.grouping = _NO_GROUPS
 
     def find(self, source: MessageId) -> Group | None:
@@ -102,6 +103,7 @@ class PlainPassGraph(PassGraph):
         with self._lock:
             self._waiting.clear()
             self._forget_groups()
+            self._grouped.clear()
             self.ends.clear()
             self.orders.clear()
 
@@ -139,6 +141,7 @@ class PlainPassGraph(PassGraph):
             ends = self._ends_of(source)
             if ends is not None and source not in self.ends:
                 self.ends[source] = ends
+                self._grouped.add(source)
                 if (record := self._context.sends.get(source)) is not None:
                     self.orders[source] = record.order
         grouped = {source: ends for source, ends in self.ends.items() if source not in self._ran}
@@ -148,7 +151,9 @@ class PlainPassGraph(PassGraph):
     def _forget_groups(self) -> None:
         """Forget the groups if no source waits for them. They are found again if they are needed."""
         if not self._waiting and self.grouping is not _NO_GROUPS:
-            grouped, self.grouping, self._reach = self.grouping.ends, _NO_GROUPS, None
-            for source in grouped:
+            self.grouping, self._reach = _NO_GROUPS, None
+            # Also those that the native core has run since they were grouped, so the last grouping is without them.
+            for source in self._grouped:
                 self.ends.pop(source, None)
                 self.orders.pop(source, None)
+            self._grouped.clear()
