@@ -67,6 +67,22 @@ def test_a_crash_in_a_static_group(store_port: int, tmp_path: Any, victim: int, 
     assert found == [DIED if rank == victim else ("ended", False) for rank in range(WORKERS)]
 
 
+def shut_down_without_a_round(rank: int, path: str) -> str:
+    """The leader has crashed. The others find that out when they wait for all calls to end, and not before."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=PATIENCE)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
+    if rank == 0:
+        signal.pause()
+    api._wait_all_workers = lambda timeout: set()
+    rpc.rpc_async("worker0", crash)
+    rpc.shutdown()
+    return "ended"
+
+
+def test_a_leader_whose_crash_is_noticed_last(tmp_path: Any) -> None:
+    assert run_processes(shut_down_without_a_round, WORKERS, f"{tmp_path}/store") == [DIED, "ended", "ended"]
+
+
 @pytest.mark.parametrize("victim", range(WORKERS))
 def test_a_crash_in_a_dynamic_group(store_port: int, tmp_path: Any, victim: int) -> None:
     found = run_processes(shut_down_or_crash, WORKERS, store_port, f"{tmp_path}/store", victim, "before", False)

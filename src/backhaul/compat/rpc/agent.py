@@ -21,7 +21,7 @@ from backhaul.compat import errors
 from backhaul.compat.rpc import devices
 from backhaul.compat.rpc.info import WorkerInfo, as_reference
 from backhaul.compat.rpc.options import TensorPipeRpcBackendOptions, to_options
-from backhaul.errors import BackhaulError
+from backhaul.errors import BackhaulError, WorkersLostError
 
 _UNLIMITED_JOIN_SECONDS = 7 * 86400.0
 _AGENT_WAIT_SECONDS = 30.0  # how long a call that arrives before there is an agent waits for one
@@ -80,8 +80,11 @@ class TensorPipeAgent(RpcAgent):
         return {name: str(count) for name, count in counts.items()}
 
     def join(self, *, timeout: float = 0.0) -> None:
-        """Wait until no worker has calls in progress, then end. ``timeout=0`` means no limit."""
-        with self.worker, errors.rewording():
+        """Wait until no worker has calls in progress, then end. ``timeout=0`` means no limit.
+
+        Lost workers are not waited for. The log names them.
+        """
+        with self.worker, errors.rewording(), contextlib.suppress(WorkersLostError):
             shutdown(graceful=True, timeout=timeout or _UNLIMITED_JOIN_SECONDS)
 
     def finish_calls(self, timeout: float) -> None:
