@@ -154,6 +154,12 @@ def test_nothing_is_left() -> None:
                 assert counters["num_pending_calls"] == 0, counters
 
 
+def test_a_value_that_is_gathered_twice() -> None:
+    with bh.cluster(2):
+        here, there = bh.RRef(1), bh.remote("worker1", abs, args=(-2,))
+        assert bh.WorkerGroup.gather([here, there, here, there]) == [1, 2, 1, 2]
+
+
 def test_results_as_they_come() -> None:
     gates = [threading.Event() for _ in range(3)]
     with bh.cluster(3):

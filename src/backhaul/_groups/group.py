@@ -216,11 +216,11 @@ class WorkerGroup(Sequence[WorkerInfo]):
     def _spread(self, call: SharedCall) -> GroupCalls[Any]:
         """The same call on each, directly or through a tree of workers."""
         peers = current_worker().part(Node).peers
-        own, others = list(range(len(self))), list[list[int]]()
+        hosts = [peers.find(member).record.host for member in self]
+        own, others = by_host(enumerate(hosts), peers.own.record.host)
         # Workers that others do not trust may call what is exposed, by its name, and nothing that passes a call on.
-        if not isinstance(call.func, str) and call.nbytes > TREE_BYTES:
-            hosts = [peers.find(member).record.host for member in self]
-            own, others = by_host(enumerate(hosts), peers.own.record.host)
+        if not others or isinstance(call.func, str) or call.nbytes <= TREE_BYTES:
+            own, others = list(range(len(self))), []
         return self._through(own, others, call)
 
     def _through(self, own: Sequence[int], others: Hosts, call: SharedCall) -> GroupCalls[Any]:
@@ -229,6 +229,9 @@ class WorkerGroup(Sequence[WorkerInfo]):
         try:
             for part in halves(others):
                 numbers = [number for host in part for number in host]
+                if len(numbers) == 1:
+                    parts.append((call.start(self[numbers[0]]), numbers[0]))
+                    continue
                 further = WorkerGroup(self[number] for number in numbers), [len(host) for host in part], call
                 parts.append((client.call_async(self[numbers[0]], pass_on, further, None, call.timeout), numbers))
             parts += [(call.start(self[number]), number) for number in own]

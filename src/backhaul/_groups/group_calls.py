@@ -30,7 +30,9 @@ class GroupCalls(Generic[T]):
     def __init__(
         self, parts: Sequence[tuple[Future[Any], int | Sequence[int]]], names: Sequence[str], what: str
     ) -> None:
-        self._parts = dict(parts)
+        self._parts: dict[Future[Any], list[int | Sequence[int]]] = {}
+        for future, places in parts:  # two references of this worker to one value have one future
+            self._parts.setdefault(future, []).append(places)
         self._names = names
         self._what = what
 
@@ -71,17 +73,18 @@ class GroupCalls(Generic[T]):
             [1, 0]
         """
         for future in as_completed(self._parts, timeout):
-            places = self._parts[future]
             try:
                 value = future.wait()
             except BaseException as error:
                 self.cancel()
-                error.add_note(f"in {self._what} on {self._where(places)}, called together with {len(self) - 1} others")
+                where = self._where(self._parts[future][0])
+                error.add_note(f"in {self._what} on {where}, called together with {len(self) - 1} others")
                 raise
-            if isinstance(places, int):
-                yield places, value
-            else:
-                yield from zip(places, value, strict=True)
+            for places in self._parts[future]:
+                if isinstance(places, int):
+                    yield places, value
+                else:
+                    yield from zip(places, value, strict=True)
 
     def cancel(self) -> bool:
         """Cancel the calls that are not done; see ``Future.cancel``. Returns whether there were any."""
